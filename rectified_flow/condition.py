@@ -6,27 +6,40 @@ training and guidance in sampling are the same for all kinds.
 
 import difflib
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, Self, runtime_checkable
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 
 from rectified_flow import randomness
 from rectified_flow.errors import UsageError
 from rectified_flow.registry import register
 
 
-@runtime_checkable
-class Condition(Protocol):
+class Condition(ABC):
     """A kind of condition. Register it and keep its arguments as attributes, and checkpoints can name it."""
 
+    @abstractmethod
     def none(self, count: int, device: torch.device) -> Tensor:
         """Return ``count`` rows that stand for "no condition"."""
+
+    def none_like(self, values: Tensor) -> Tensor:
+        """Return rows that stand for "no condition" in place of ``values``."""
+        return self.none(len(values), values.device).to(values.dtype)
+
+    def is_none(self, values: Tensor) -> Tensor:
+        """Return whether each row stands for "no condition", bool ``[b]``."""
+        none = self.none_like(values)
+        same = (values == none) | (values.isnan() & none.isnan())
+        return same.reshape(len(values), -1).all(dim=1)
 
     def draw(self, name: str, count: int, device: torch.device) -> Tensor:
         """Draw ``count`` values for samples whose caller gives none; by default "none" for every row.
@@ -40,8 +53,17 @@ class Condition(Protocol):
         """
         return self.none(count, device)
 
+    @abstractmethod
     def embedding(self, dim: int) -> nn.Module:
         """Return a module that embeds values ``[b, ...]``, also "none", as ``[b, dim]``."""
+
+    def sequence_embedding(self, dim: int) -> nn.Module | None:
+        """Return a module for values that are also a sequence, such as the words of a caption; else None.
+
+        A network attends to the sequence. The module returns the embedding ``[b, n, dim]`` and its mask, bool
+        ``[b, n]``: false for padding, and for all of "none".
+        """
+        return None
 
 
 class WrittenCondition(Condition):
@@ -54,8 +76,11 @@ class WrittenCondition(Condition):
     """Name of the kind for ``--condition_types``."""
     is_text: ClassVar[bool] = False
     """Whether values are free texts, which suit any column, and are stored in half precision by a teacher."""
-    examples: tuple[str, ...] = ()
-    """Values to start from."""
+
+    @property
+    def examples(self) -> tuple[str, ...]:
+        """Values to start from."""
+        return ()
 
     @classmethod
     def suits(cls, texts: Sequence[str]) -> bool:
@@ -76,6 +101,10 @@ class WrittenCondition(Condition):
         """Return the condition of a column with these texts; the options are those of encoders."""
         raise NotImplementedError
 
+    def split(self, text: str) -> list[str]:
+        """Return the values in the text of a flag, separated by semicolons or else by commas."""
+        return [each.strip() for each in text.split(";" if ";" in text else ",")]
+
     def parse(self, texts: Sequence[str]) -> Tensor:
         """Return the values ``[n, ...]`` of texts.
 
@@ -94,8 +123,12 @@ class WrittenCondition(Condition):
         """
         return self.parse(texts)
 
+    def targets(self, values: Tensor) -> Tensor | None:
+        """Return numbers ``[n, k]`` that a regression on pictures predicts to judge samples, one-hot if ``k > 1``."""
+        return None
+
     def scores(self, values: Tensor, pictures: Tensor) -> dict[str, float]:
-        """Return scores of how well samples suit their values ``[n, ...]``.
+        """Return further scores of how well samples suit their values ``[n, ...]``.
 
         Args:
             values: the values.
@@ -114,17 +147,6 @@ class WrittenCondition(Condition):
     def companion(self, *, is_page: bool) -> Any:
         """Return a further program that callers of an exported program need, if there is one."""
         return None
-
-
-@runtime_checkable
-class SequenceCondition(Condition, Protocol):
-    """A kind of condition that is also a sequence, such as the words of a caption, which a network attends to."""
-
-    def sequence_embedding(self, dim: int) -> nn.Module:
-        """Return a module that embeds values ``[b, ...]`` as a sequence ``[b, n, dim]``.
-
-        Its second result is the mask of the sequence, bool ``[b, n]``: false for padding, and for all of "none".
-        """
 
 
 ConditionSpecs = Mapping[str, Condition]
@@ -155,6 +177,11 @@ class Labels(WrittenCondition):
         if len(self.names) not in (0, self.num_classes):
             raise ValueError(f"there are {len(self.names)} names for {self.num_classes} classes")
 
+    @property
+    def examples(self) -> tuple[str, ...]:
+        """Names, or numbers if there are no names."""
+        return self.names or tuple(map(str, range(self.num_classes)))
+
     def none(self, count: int, device: torch.device) -> Tensor:
         """Return ``count`` rows of "none"."""
         return torch.full((count,), self.num_classes, device=device)
@@ -175,11 +202,16 @@ class Labels(WrittenCondition):
         """Draw labels uniformly."""
         return randomness.randint(f"sample {name}", self.num_classes, (count,), device)
 
+    def split(self, text: str) -> list[str]:
+        """Return the names or numbers of labels; ``all`` stands for all of them."""
+        if text in self.examples:
+            return [text]
+        return [*self.examples] if text.strip() == "all" else super().split(text)
+
     def parse(self, texts: Sequence[str]) -> Tensor:
         """Return the labels of names or numbers."""
-        numbers = [str(number) for number in range(self.num_classes)]
-        names = list(self.names) or numbers
-        known = dict(zip(numbers, range(self.num_classes), strict=True)) | {name: i for i, name in enumerate(names)}
+        names = self.examples
+        known = {str(label): label for label in range(self.num_classes)} | {name: i for i, name in enumerate(names)}
         for text in texts:
             if text not in known:
                 close = difflib.get_close_matches(text, names, 3, cutoff=0.5)
@@ -187,14 +219,17 @@ class Labels(WrittenCondition):
                 raise UsageError(f"{text} does not exist: pass names{hint}, or numbers up to {len(names) - 1}")
         return torch.tensor([known[text] for text in texts])
 
+    def targets(self, values: Tensor) -> Tensor:
+        """Return indicators of the labels and of "none"."""
+        return F.one_hot(values, self.num_classes + 1).double()
+
     def example(self, count: int, generator: torch.Generator) -> Tensor:
         """Return random labels."""
         return torch.randint(self.num_classes, (count,), generator=generator)
 
     def exported(self) -> dict[str, Any]:
         """Return the names, and the label that stands for "none"."""
-        names = list(self.names) or [str(label) for label in range(self.num_classes)]
-        return {"kind": "label", "names": names, "none": self.num_classes}
+        return {"kind": "label", "names": list(self.examples), "none": self.num_classes}
 
     def embedding(self, dim: int) -> nn.Module:
         """Return a module that embeds values as ``[b, dim]``."""
@@ -240,6 +275,12 @@ class Number(WrittenCondition):
         if len(self.quantiles) < 2 or not all(low <= high for low, high in pairwise(self.quantiles)):
             raise ValueError("the quantiles of a number must be at least two, in ascending order")
 
+    @property
+    def examples(self) -> tuple[str, ...]:
+        """The least, the greatest and three quantiles between."""
+        quarters = self.quantiles[:: len(self.quantiles) // 4 or 1]
+        return tuple(f"{value:.9g}" for value in dict.fromkeys(quarters))
+
     def none(self, count: int, device: torch.device) -> Tensor:
         """Return ``count`` rows of "none"."""
         return torch.full((count,), torch.nan, device=device)
@@ -272,6 +313,14 @@ class Number(WrittenCondition):
         low, table = share.long(), torch.tensor(self.quantiles, device=device)
         return torch.lerp(table[low], table[low + 1], share - low)
 
+    def split(self, text: str) -> list[str]:
+        """Return the numbers as written, and warn of those outside of the training range."""
+        texts, low, high = super().split(text), self.quantiles[0], self.quantiles[-1]
+        for number in map(as_number, texts):
+            if number is not None and not low <= number <= high:
+                tqdm.write(f"warning: {number:g} is clamped to the training range {low:g} to {high:g}")
+        return texts
+
     def parse(self, texts: Sequence[str]) -> Tensor:
         """Return the numbers that are written."""
         values = [as_number(text) for text in texts]
@@ -279,6 +328,11 @@ class Number(WrittenCondition):
             if value is None:
                 raise UsageError(f"{text} is not a number")
         return torch.tensor(values)
+
+    def targets(self, values: Tensor) -> Tensor:
+        """Return the share of the training data below each number."""
+        shares = np.linspace(0, 1, len(self.quantiles))
+        return torch.from_numpy(np.interp(values, self.quantiles, shares))[:, None]
 
     def example(self, count: int, generator: torch.Generator) -> Tensor:
         """Return random numbers in the range of the training data."""
@@ -348,6 +402,10 @@ class AugmentationLabels(Condition):
         """Return ``count`` rows of "none"."""
         return torch.zeros(count, self.size, device=device)
 
+    def none_like(self, values: Tensor) -> Tensor:
+        """Return the values, which always stay."""
+        return values
+
     def embedding(self, dim: int) -> nn.Module:
         """Return a module that embeds values as ``[b, dim]``."""
         return nn.Linear(self.size, dim, bias=False)
@@ -373,6 +431,10 @@ class Picture(Condition):
     def none(self, count: int, device: torch.device) -> Tensor:
         """Return ``count`` rows of "none"."""
         return torch.full((count, *self.shape), torch.nan, device=device)
+
+    def none_like(self, values: Tensor) -> Tensor:
+        """Return rows of "none" for pictures of any size."""
+        return torch.full_like(values, torch.nan)
 
     def embedding(self, dim: int) -> nn.Module:
         """Return a module that embeds values as ``[b, dim, h, w]``."""
@@ -407,6 +469,32 @@ def chosen(kinds: ConditionSpecs) -> ConditionSpecs:
     return {name: kind for name, kind in kinds.items() if not isinstance(kind, AugmentationLabels)}
 
 
+def written(kinds: ConditionSpecs) -> dict[str, WrittenCondition]:
+    """Return the conditions whose values a user can write."""
+    return {name: kind for name, kind in kinds.items() if isinstance(kind, WrittenCondition)}
+
+
+def read_written(kinds: ConditionSpecs, texts: Mapping[str, Sequence[str | None]]) -> Values:
+    """Return the values of texts by name; conditions without a text are "none", and drawn if there are no texts at all.
+
+    Raises:
+        UsageError: if a text is no value of its condition.
+    """
+    values = {}
+    for name, kind in written(kinds).items() if texts else ():
+        given = [text for text in texts.get(name, ()) if text is not None]
+        try:
+            values[name] = kind.parse(given) if given else kind.none(1, torch.device("cpu"))
+        except UsageError as error:
+            raise UsageError(f"{name}: {error}") from error
+    return values
+
+
+def example_texts(kinds: ConditionSpecs) -> dict[str, list[str]]:
+    """Return texts to sample with where a user writes no conditions: the examples of captions."""
+    return {name: [*kind.examples] for name, kind in written(kinds).items() if kind.is_text and kind.examples}
+
+
 def drop(kinds: ConditionSpecs, values: Values, probability: float) -> Values:
     """Replace all conditions of a row by "none" with ``probability`` (Ho & Salimans 2022, arXiv:2207.12598).
 
@@ -419,7 +507,7 @@ def drop(kinds: ConditionSpecs, values: Values, probability: float) -> Values:
     # The stream is named after labels, which were once the only condition. Renaming it would change every run.
     every = randomness.rand("label dropout", (len(first),), first.device) < probability
     free = chosen(kinds).keys() & values.keys()
-    separate = len(free) > 1 and any(isinstance(kinds[name], WrittenCondition) for name in free - {"labels"})
+    separate = len(free) > 1 and bool((free - {"labels"}) & written(kinds).keys())
 
     def dropped(name: str) -> Tensor:
         if not separate:
@@ -434,26 +522,9 @@ def drop(kinds: ConditionSpecs, values: Values, probability: float) -> Values:
 
 def none_of(kinds: ConditionSpecs, values: Values) -> Values:
     """Replace the values of each condition by "none", except for :class:`AugmentationLabels`, which stay."""
-    kept = kinds.keys() - chosen(kinds).keys()
-
-    def none(name: str, each: Tensor) -> Tensor:
-        if isinstance(kinds[name], Picture | SequenceCondition):  # of any size
-            return torch.full_like(each, torch.nan)
-        return each if name in kept else kinds[name].none(len(each), each.device)
-
-    return {name: none(name, each) for name, each in values.items()}
+    return {name: kinds[name].none_like(each) for name, each in values.items()}
 
 
 def all_none(kinds: ConditionSpecs, values: Values) -> Tensor:
-    """Return whether each row has none of the conditions that can be chosen, bool ``[b]``.
-
-    If "none" is NaN, a row with any NaN counts as "none", as in the embedding; pictures and sequences only if they are
-    NaN throughout.
-    """
-    rows = []
-    for name, none in none_of(kinds, values).items():
-        same = (values[name] == none).reshape(len(none), -1).all(dim=1)
-        missing = (values[name].isnan() & none.isnan()).reshape(len(none), -1)
-        whole = isinstance(kinds[name], Picture | SequenceCondition)
-        rows.append(same | (missing.all(dim=1) if whole else missing.any(dim=1)))
-    return torch.stack(rows).all(dim=0)
+    """Return whether each row has none of the conditions that can be chosen, bool ``[b]``."""
+    return torch.stack([kinds[name].is_none(each) for name, each in values.items()]).all(dim=0)

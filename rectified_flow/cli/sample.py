@@ -16,7 +16,8 @@ from tqdm.auto import tqdm
 
 from rectified_flow.cli.build import open_trained
 from rectified_flow.cli.flags.sampling import MeasureConfig, PicturesConfig, SampleConfig
-from rectified_flow.cli.sample_request import GRID_PICTURES, PREVIEW, SampleRequest, conditions_of, read_request
+from rectified_flow.cli.sample_request import GRID_PICTURES, PREVIEW, SampleRequest, read_request
+from rectified_flow.condition import read_written
 from rectified_flow.data.open import picture_names
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.distributed.collectives import on_main
@@ -109,7 +110,7 @@ def _repeat(like: Provenance, trained: Trained, options: dict[str, Any]) -> Samp
     options = options | {
         "steps": like.steps,
         "draws": [like.number],
-        "conditions": conditions_of(written, trained.flow),
+        "conditions": read_written(trained.flow.conditions, written),
     }
     return SampleRequest([f"{like.number:05d}-seed-{like.seed}.png"], options, written=written)
 

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
-from tqdm.auto import tqdm
 
 from rectified_flow.cli.flags.sampling import PicturesConfig
-from rectified_flow.condition import ConditionSpecs, Labels, Number, WrittenCondition, chosen
+from rectified_flow.condition import Labels, WrittenCondition, example_texts, read_written, written
 from rectified_flow.data.sources.folder import find_files
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.evaluation.evaluator import AT_ONCE, render_sources
@@ -88,28 +87,27 @@ def read_request(flags: PicturesConfig, trained: Trained, options: dict[str, Any
     flow, source = trained.flow, trained.source
     options = options | {"steps": flags.steps or flow.default_steps}
     axes = [axis_of(text, flow, source) for text in flags.grid or ()]
-    written = written_conditions(flags, flow, source)
+    texts = written_conditions(flags, flow, source)
     if axes:
-        written, options["draws"] = cells_of(axes, written)
-    if conditions := conditions_of(written, flow):
-        options["conditions"] = conditions
+        texts, options["draws"] = cells_of(axes, texts)
+    options["conditions"] = read_written(flow.conditions, texts)
     if flags.path != "none" and ("watch" not in inspect.signature(flow.sample).parameters or flags.reverse):
         kind = "--reverse" if flags.reverse else f"a {type(flow).__name__}"
         raise UsageError(f"--path has no effect: {kind} has no path to show; leave it out")
     if flags.from_images is not None:
-        return _from_pictures(flags.from_images, flags, trained, options, written)
+        return _from_pictures(flags.from_images, flags, trained, options, texts)
     if flow.from_source:
         raise UsageError(f"{source} translates pictures: pass some with --from_images")
     names = [""] * (len(options["draws"]) if axes else flags.num_samples or NUM_SAMPLES)
     if flags.prompts is not None:
-        prompts = next(iter(written.values()))  # they are written first
+        prompts = next(iter(texts.values()))  # they are written first
         slugs = ["-" + re.sub(r"\W+", "-", text).strip("-")[:60] for text in prompts]
         names = [slugs[number % len(slugs)] for number in range(flags.num_samples or len(slugs))]
-    return SampleRequest(_numbered(names), options, axes=axes, written=written)
+    return SampleRequest(_numbered(names), options, axes=axes, written=texts)
 
 
 def _from_pictures(
-    path: Path, flags: PicturesConfig, trained: Trained, options: dict[str, Any], written: Written
+    path: Path, flags: PicturesConfig, trained: Trained, options: dict[str, Any], texts: Written
 ) -> SampleRequest:
     """Return the variations, translations or inpainted versions of the pictures at ``path``."""
     flow, space, degradation = trained.flow, trained.flow.space, trained.flow.degradation
@@ -120,7 +118,7 @@ def _from_pictures(
     seen = space.from_pictures(images.to(flow.device)).cpu()
     if not translates:
         options |= {"start": seen, "strength": flags.strength or STRENGTH}
-        return SampleRequest(_numbered([""] * (flags.num_samples or NUM_SAMPLES)), options, written=written)
+        return SampleRequest(_numbered([""] * (flags.num_samples or NUM_SAMPLES)), options, written=texts)
     if degradation is not None and (flags.degrade or degradation.is_projection) and not flags.reverse:
         seen = _degraded(flow, degradation, seen, flags.seed)
     elif mask is not None and flow.takes_source:
@@ -129,12 +127,12 @@ def _from_pictures(
     if mask is not None:
         shown = shown.masked_fill(mask, GREY)
     if flow.takes_source:
-        options["conditions"] = options.get("conditions", {}) | {SOURCE: seen}
+        options["conditions"] |= {SOURCE: seen}
     else:
         options |= {"start": seen, "mask": mask, "strength": flags.strength or 1.0}
     names = names_of_results(path, files, flags.variants)
     kept = None if mask is None else (images, mask)
-    return SampleRequest(names, options, shown, kept, flags.reverse, written=written)
+    return SampleRequest(names, options, shown, kept, flags.reverse, written=texts)
 
 
 def _check_translation(flags: PicturesConfig, trained: Trained, options: Mapping[str, Any]) -> None:
@@ -181,74 +179,31 @@ def _numbered(names: Sequence[str]) -> list[str]:
 
 def written_conditions(flags: PicturesConfig, flow: Flow, source: Path) -> dict[str, list[str]]:
     """Return the conditions that the flags give, as written and used in turn; examples of captions if none is given."""
-    kinds, written = chosen(flow.conditions), dict[str, list[str]]()
-    captions = [name for name, kind in kinds.items() if isinstance(kind, WrittenCondition) and kind.is_text]
-    labels = [name for name in ("labels", *kinds) if isinstance(kinds.get(name), Labels)]
-    for flag, names, value in (
-        ("prompts", captions, None if flags.prompts is None else _read_prompts(flags.prompts)),
-        ("prompt", captions, flags.prompt),
-        ("classes", labels, flags.classes),
-    ):
-        if value is not None and not names:
-            raise UsageError(f"--{flag} has no effect: {source} was trained without such a condition (--condition_on)")
-        if value is not None:
-            kind = _kind_of(names[0], kinds, source, f"--{flag}")
-            written[names[0]] = _values_of(value, kind) if isinstance(value, str) else value
+    kinds, texts = written(flow.conditions), dict[str, list[str]]()
+    caption = next((name for name, kind in kinds.items() if kind.is_text), "text")
+    label = next((name for name, kind in kinds.items() if isinstance(kind, Labels)), "labels")
+    if flags.prompts is not None:
+        _kind_of(caption, kinds, source, "--prompts")
+        texts[caption] = _read_prompts(flags.prompts)
+    if flags.prompt is not None:
+        _kind_of(caption, kinds, source, "--prompt")
+        texts[caption] = [flags.prompt]
+    if flags.classes is not None:
+        texts[label] = _kind_of(label, kinds, source, "--classes").split(flags.classes)
     for option in (each for some in flags.set_ for each in some):
         name, _, text = option.partition("=")
-        if name in written:
+        if name in texts:
             raise UsageError(f"--set {option} is the second value of {name}: separate several values by commas")
-        written[name] = _values_of(text, _kind_of(name, kinds, source, f"--set {option}"))
-    if not written and not flags.grid and flags.from_images is None:
-        examples = {name: _kind_of(name, kinds, source, name).examples for name in captions}
-        written = {name: list(each) for name, each in examples.items() if each}
-    return written
+        texts[name] = _kind_of(name, kinds, source, f"--set {option}").split(text)
+    return texts if texts or flags.grid or flags.from_images is not None else example_texts(flow.conditions)
 
 
-def _kind_of(name: str, kinds: ConditionSpecs, source: Path, flag: str) -> WrittenCondition:
+def _kind_of(name: str, kinds: Mapping[str, WrittenCondition], source: Path, flag: str) -> WrittenCondition:
     """Return the kind of a condition that a user names."""
-    kind = kinds.get(name)
-    if not isinstance(kind, WrittenCondition):
-        known = ", ".join(each for each in kinds if isinstance(kinds[each], WrittenCondition))
-        known = known or "none; train with --condition_on"
-        raise UsageError(f"{flag}: {source} has no such condition; its conditions are {known}")
-    return kind
-
-
-def _values_of(text: str, kind: WrittenCondition) -> list[str]:
-    """Return the values that a user gives: a caption, or others separated by semicolons or else by commas."""
-    names = list(kind.names) or [str(i) for i in range(kind.num_classes)] if isinstance(kind, Labels) else []
-    if kind.is_text or text in names:
-        return [text]
-    separator = ";" if ";" in text else ","
-    return names if text.strip() == "all" and names else [each.strip() for each in text.split(separator)]
-
-
-def _parse(name: str, values: list[str], kind: WrittenCondition) -> Tensor:
-    """Return the values of a condition that a user wrote."""
-    try:
-        parsed = kind.parse(values)
-    except UsageError as error:
-        flag = "--prompt:" if kind.is_text else "--classes" if name == "labels" else f"--set {name}:"
-        raise UsageError(f"{flag} {error}") from error
-    if isinstance(kind, Number):
-        low, high = kind.quantiles[0], kind.quantiles[-1]
-        for value in parsed.tolist():
-            if not low <= value <= high:
-                tqdm.write(f"warning: {name}={value:g} is clamped to the training range {low:g} to {high:g}")
-    return parsed
-
-
-def conditions_of(written: Written, flow: Flow) -> dict[str, Tensor]:
-    """Return the values of conditions as written; if any is given, the other columns are "none"."""
-    values = {}
-    for name, kind in chosen(flow.conditions).items() if written else ():
-        texts = [text for text in written.get(name, ()) if text is not None]
-        if texts and isinstance(kind, WrittenCondition):
-            values[name] = _parse(name, texts, kind)
-        elif name != SOURCE:
-            values[name] = kind.none(1, torch.device("cpu"))
-    return values
+    if name not in kinds:
+        known = ", ".join(kinds) or "none; train with --condition_on"
+        raise UsageError(f"{flag}: {source} was trained without such a condition; its conditions are {known}")
+    return kinds[name]
 
 
 def _read_prompts(path: Path) -> list[str]:
@@ -269,19 +224,13 @@ def axis_of(text: str, flow: Flow, source: Path) -> Axis:
         if values and not (values.isdecimal() and 0 < int(values) <= MAX_CELLS):
             raise UsageError(f"--grid {text} must be seed=COUNT, with 1 to {MAX_CELLS}, such as seed=4")
         return Axis(name, [str(number) for number in range(int(values or SEEDS))])
-    kind = _kind_of(name, chosen(flow.conditions), source, f"--grid {text}")
-    if values:
-        given = values.split(";") if kind.is_text else _values_of(values, kind)
-        if len(given) > MAX_CELLS:
-            raise UsageError(f"--grid {name} has {len(given)} values, more than {MAX_CELLS}: pass fewer")
-        return Axis(name, [each.strip() for each in given])
-    if isinstance(kind, Labels):
-        return Axis(name, _values_of("all", kind)[:MAX_CELLS])
-    if isinstance(kind, Number):
-        return Axis(name, [f"{value:.9g}" for value in dict.fromkeys(kind.quantiles[:: len(kind.quantiles) // 4])])
-    if not kind.examples:
+    kind = _kind_of(name, written(flow.conditions), source, f"--grid {text}")
+    given = kind.split(values) if values else list(kind.examples[:MAX_CELLS])
+    if not given:
         raise UsageError(f"--grid {text} needs values: pass {name}=VALUE,VALUE")
-    return Axis(name, list(kind.examples[:SEEDS]))
+    if len(given) > MAX_CELLS:
+        raise UsageError(f"--grid {name} has {len(given)} values, more than {MAX_CELLS}: pass fewer")
+    return Axis(name, given)
 
 
 def cells_of(axes: Sequence[Axis], written: Mapping[str, list[str]]) -> tuple[dict[str, list[str]], list[int]]:

@@ -4,12 +4,11 @@ A distance between distributions does not measure whether a sample suits its own
 regression on the features of an evaluator is fitted on real pictures, and predicts the labels and numbers of samples.
 """
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rectified_flow.condition import Condition, Labels, Number, WrittenCondition, all_none
+from rectified_flow.condition import WrittenCondition, written
 from rectified_flow.distributed.collectives import map_over_ranks
 from rectified_flow.evaluation.evaluator import Comparison, conditions_of
 from rectified_flow.evaluation.heldout import FEWEST
@@ -35,7 +34,7 @@ def agreement(comparison: Comparison) -> dict[str, float]:
         ``_by_chance``: the expected score of samples in random order. Other conditions have scores of their own.
     """
     evaluator, flow = comparison.evaluator, comparison.flow
-    kinds = {name: kind for name, kind in flow.conditions.items() if isinstance(kind, WrittenCondition)}
+    kinds = written(flow.conditions)
     if not kinds:
         return {}
     dataset, held_out, count = evaluator.dataset, evaluator.held_out, min(evaluator.num_samples, MOST_SAMPLES)
@@ -56,16 +55,16 @@ def agreement(comparison: Comparison) -> dict[str, float]:
     values, scores = dataset.condition_values(fitted), dict[str, float]()
     for name in [name for name in kinds if name in asked]:
         kind, known, fit = kinds[name], *(_known(kinds[name], each[name]) for each in (asked, values))
-        if not isinstance(kind, Labels | Number):
-            own = kind.scores(asked[name][known], pictures[:, known])
-            scores |= {f"{name}_{score}": value for score, value in own.items()}
-        elif min(len(known), len(fit)) >= FEWEST:
-            folds, targets = [(fit, known)], _targets(kind, values[name])
+        own = kind.scores(asked[name][known], pictures[:, known])
+        scores |= {f"{name}_{score}": value for score, value in own.items()}
+        targets, all_asked = kind.targets(values[name]), kind.targets(asked[name])
+        if targets is not None and all_asked is not None and min(len(known), len(fit)) >= FEWEST:
+            folds = [(fit, known)]
             if held_out is None:
                 folds = [(fit[~torch.isin(fit, part)], part) for part in (known[i::FOLDS] for i in range(FOLDS))]
             predicted = [ridge(real[some], targets[some], pictures[:, part]) for some, part in folds]
-            wanted = _targets(kind, asked[name])[torch.cat([part for _, part in folds])]
-            scores |= _compared(name, kind, wanted, torch.cat(predicted, dim=1))
+            wanted = all_asked[torch.cat([part for _, part in folds])]
+            scores |= _compared(name, wanted, torch.cat(predicted, dim=1))
     return scores
 
 
@@ -85,17 +84,10 @@ def ridge(features: Tensor, targets: Tensor, queries: Tensor) -> Tensor:
     return offset + (queries.double() - mean) @ axes.T @ ((size / (size**2 + penalty))[:, None] * (left.T @ wanted))
 
 
-def _targets(kind: Labels | Number, values: Tensor) -> Tensor:
-    """Return indicators of labels and of "none", or the share of the training data below a number, ``[n, k]``."""
-    if isinstance(kind, Labels):
-        return F.one_hot(values, kind.num_classes + 1).double()
-    return torch.from_numpy(np.interp(values, kind.quantiles, np.linspace(0, 1, len(kind.quantiles))))[:, None]
-
-
-def _compared(name: str, kind: Condition, wanted: Tensor, predicted: Tensor) -> dict[str, float]:
+def _compared(name: str, wanted: Tensor, predicted: Tensor) -> dict[str, float]:
     """Compare targets ``[n, k]`` with those that are predicted ``[1 + v, n, k]``, first from real pictures."""
     real, samples = predicted[:1], predicted[1:]
-    if isinstance(kind, Labels):
+    if wanted.shape[1] > 1:  # labels
         own, of_real = ((each.argmax(dim=2) == wanted.argmax(dim=1)).double().mean() for each in (samples, real))
         chance = F.one_hot(samples.argmax(dim=2), wanted.shape[1]).double().mean(dim=(0, 1)) @ wanted.mean(dim=0)
         scores = {"accuracy": own, "accuracy_of_real": of_real, "accuracy_by_chance": chance}
@@ -106,6 +98,6 @@ def _compared(name: str, kind: Condition, wanted: Tensor, predicted: Tensor) -> 
     return {f"{name}_{score}": value.item() for score, value in scores.items()}
 
 
-def _known(kind: Condition, values: Tensor) -> Tensor:
+def _known(kind: WrittenCondition, values: Tensor) -> Tensor:
     """Return the numbers of the rows with a value."""
-    return (~all_none({"": kind}, {"": values})).nonzero()[:, 0]
+    return (~kind.is_none(values)).nonzero()[:, 0]

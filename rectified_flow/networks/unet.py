@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rectified_flow import randomness
-from rectified_flow.condition import ConditionSpecs, Picture, SequenceCondition
+from rectified_flow.condition import ConditionSpecs, Picture
 from rectified_flow.networks import forward_mode as tangents
 from rectified_flow.networks.forward_mode import Conv2d, GroupNorm, attend, modulated
 from rectified_flow.registry import register
@@ -88,8 +88,8 @@ class Unet(nn.Module):
                 raise ValueError(f"the condition {name!r} has the name of another input of this Unet: rename it")
             self._embeddings[name] = free[0]
             self.add_module(free[0], kind.embedding(dim if isinstance(kind, Picture) else condition_dim))
-            if isinstance(kind, SequenceCondition) and kind.none(1, torch.device("cpu")).shape[1] > 1:
-                self.add_module(_sequence_name(name), kind.sequence_embedding(condition_dim))
+            if (sequence := kind.sequence_embedding(condition_dim)) is not None:
+                self.add_module(_sequence_name(name), sequence)
         sequences = condition_dim if any(hasattr(self, _sequence_name(name)) for name in self.conditions) else 0
 
         layers = count(1)

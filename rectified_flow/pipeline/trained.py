@@ -1,6 +1,7 @@
 """The pipeline of diffusers around a trained flow, and the component that loads it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
@@ -11,7 +12,7 @@ from torch import Tensor
 from torchvision.transforms.functional import to_pil_image
 
 from rectified_flow import hub
-from rectified_flow.condition import WrittenCondition, chosen
+from rectified_flow.condition import example_texts, read_written, written
 from rectified_flow.errors import UsageError
 from rectified_flow.flows.flow import Flow, sample_batches
 from rectified_flow.flows.solvers import Guidance
@@ -80,52 +81,51 @@ class FlowPipeline(DiffusionPipeline):
         Raises:
             UsageError: if the flow takes no such condition or guidance, or translates pictures.
         """
-        flow, options = self.flow, dict[str, Any](steps=num_inference_steps or self.flow.default_steps)
+        flow = self.flow
         if flow.takes_source:
             raise UsageError("this model translates pictures: call pipe.flow.sample(source=pictures)")
         scale = getattr(flow, "default_guidance", 1.0) if guidance_scale is None else guidance_scale
-        if scale != 1:
-            if "guidance" not in signature(flow.sample).parameters:
-                raise UsageError(f"guidance has no effect on a {type(flow).__name__}: leave it out")
-            options["guidance"] = Guidance(scale)
-        kinds, written = self._written(conditions)
-        options["conditions"] = {
-            name: kind.none(1, torch.device("cpu")) if (texts := written[name]) is None else kind.parse(texts)
-            for name, kind in (kinds.items() if written else ())
+        if scale != 1 and "guidance" not in signature(flow.sample).parameters:
+            raise UsageError(f"guidance has no effect on a {type(flow).__name__}: leave it out")
+        texts = self._texts(conditions)
+        options: dict[str, Any] = {
+            "steps": num_inference_steps or flow.default_steps,
+            "conditions": read_written(flow.conditions, texts),
+            "batch_size": batch_size,
         }
+        if scale != 1:
+            options["guidance"] = Guidance(scale)
         draws = _draws_of(num_images, seed, generator)
         pictures: dict[int, Tensor] = {}
         for each in dict.fromkeys(seed for seed, _ in draws):
             numbers = [number for number, (seed, _) in enumerate(draws) if seed == each]
-            how = {"seed": each, "draws": [number for _, number in draws], "batch_size": batch_size, **options}
-            for some, data in sample_batches(flow, numbers, render=False, **how):
+            own: dict[str, Any] = {"seed": each, "draws": [number for _, number in draws]}
+            for some, data in sample_batches(flow, numbers, render=False, **own, **options):
                 pictures |= zip(some, flow.space.render_with_alpha(data).cpu(), strict=True)
         ordered = [pictures[number] for number in range(num_images)]
-        if output_type != "pil":
-            values = torch.stack(ordered).float() / 255
-            images: Any = values if output_type == "pt" else values.permute(0, 2, 3, 1).numpy()
-        else:
+        images: Any
+        if output_type == "pil":
             images = [to_pil_image(each) for each in ordered]
-            past = {"steps": options["steps"], "solver": solver_name(flow, {}), "guidance_scale": float(scale)}
-            past |= {"model": model_hash(flow)} if metadata else {}
-            for number, (drawn, own) in enumerate(draws if metadata else ()):
-                own_texts = {name: each[number % len(each)] if each else None for name, each in written.items()}
-                GeneratedPicture.of(images[number], Provenance(seed=drawn, number=own, conditions=own_texts, **past))
+            common = Provenance(model_hash(flow), seed, options["steps"], solver=solver_name(flow, {}))
+            common = replace(common, guidance_scale=float(scale))
+            for number, (drawn, draw) in enumerate(draws if metadata else ()):
+                own_texts: dict[str, str | None] = {name: each[number % len(each)] for name, each in texts.items()}
+                past = replace(common, seed=drawn, number=draw, conditions=own_texts)
+                GeneratedPicture.of(images[number], past)
+        else:
+            images = torch.stack(ordered).float() / 255
+            images = images if output_type == "pt" else images.permute(0, 2, 3, 1).numpy()
         return ImagePipelineOutput(images=images) if return_dict else (images,)
 
-    def _written(self, given: dict[str, Any]) -> tuple[dict[str, WrittenCondition], dict[str, list[str] | None]]:
-        """Return the kinds of the conditions that a caller can write, and the texts that were written."""
-        known = chosen(self.flow.conditions)
-        kinds = {name: kind for name, kind in known.items() if isinstance(kind, WrittenCondition)}
-        captions = {name: kind.examples for name, kind in kinds.items() if kind.examples}
-        given = given or captions
-        if unknown := given.keys() - kinds.keys():
-            raise UsageError(f"{min(unknown)} is not a condition of this model: pass {', '.join(kinds) or 'none'}")
-        texts = {
-            name: None if each is None else [str(each)] if isinstance(each, Written) else [*map(str, each)]
-            for name, each in given.items()
-        }
-        return kinds, dict.fromkeys(kinds if given else ()) | texts
+    def _texts(self, given: Mapping[str, Written | Sequence[Written]]) -> dict[str, list[str]]:
+        """Return the conditions of a caller as texts by name, by default examples of captions."""
+        kinds = self.flow.conditions
+        if unknown := given.keys() - written(kinds).keys():
+            known = ", ".join(written(kinds)) or "none"
+            raise UsageError(f"{min(unknown)} is not a condition of this model: pass {known}")
+        return {
+            name: [str(each)] if isinstance(each, Written) else [*map(str, each)] for name, each in given.items()
+        } or example_texts(kinds)
 
 
 def _draws_of(count: int, seed: int, generator: Generators) -> list[tuple[int, int]]:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rectified_flow.condition import LARGEST, SequenceCondition, WrittenCondition
+from rectified_flow.condition import LARGEST, WrittenCondition
 from rectified_flow.errors import UsageError
 from rectified_flow.registry import register
 from rectified_flow.text.encoders import BagOfWords, PretrainedTextEncoder, TextEncoder
@@ -22,7 +22,7 @@ AMONG, NEAREST = 50, 5
 
 @register
 @dataclass(frozen=True)
-class Caption(WrittenCondition, SequenceCondition):
+class Caption(WrittenCondition):
     """Encoded captions, float32 ``[b, 1 + tokens, size]``: a vector of the text, and vectors of its first tokens.
 
     Padding tokens are NaN. A row that is NaN throughout is "none".
@@ -63,6 +63,10 @@ class Caption(WrittenCondition, SequenceCondition):
     def none(self, count: int, device: torch.device) -> Tensor:
         """Return ``count`` rows of "none"."""
         return torch.full((count, 1 + self.tokens, self.size), torch.nan, device=device)
+
+    def split(self, text: str) -> list[str]:
+        """Return captions that are separated by semicolons."""
+        return [each.strip() for each in text.split(";")]
 
     def encode(self, texts: Sequence[str]) -> Tensor:
         """Return the encoded texts; a text without known words is "none"."""
@@ -128,9 +132,9 @@ class Caption(WrittenCondition, SequenceCondition):
         """Return a module that embeds the vector of a text as ``[b, dim]``."""
         return _TextEmbedding(self.size, dim)
 
-    def sequence_embedding(self, dim: int) -> nn.Module:
+    def sequence_embedding(self, dim: int) -> nn.Module | None:
         """Return a module that embeds the tokens as ``[b, tokens, dim]``, and returns their mask."""
-        return _TokenEmbedding(self.size, dim)
+        return _TokenEmbedding(self.size, dim) if self.tokens else None
 
 
 class _TextEmbedding(nn.Module):

@@ -225,8 +225,8 @@ def test_starting_from_a_picture(mean_run: Path, tmp_path: Path) -> None:
 
 REFUSED = [
     ("--checkpoint {tmp}/nowhere", "no checkpoint at"),
-    ("--classes cat,dgo", "--classes dgo does not exist: pass names (perhaps dog?), or numbers up to 1\n"),
-    ("--classes 2", "--classes 2 does not exist: pass names, like cat, dog, or numbers up to 1\n"),
+    ("--classes cat,dgo", "labels: dgo does not exist: pass names (perhaps dog?), or numbers up to 1\n"),
+    ("--classes 2", "labels: 2 does not exist: pass names, like cat, dog, or numbers up to 1\n"),
     ("--steps 0", "--steps is 0; it must be above 0"),
     ("--num_samples 0", "--num_samples is 0"),
     ("--num_samples 1000000000000000", "--num_samples is 1000000000000000; it must be at most"),
@@ -252,7 +252,7 @@ def test_bad_input(run: Path, tmp_path: Path, flags: str, sentence: str) -> None
 def test_bad_input_is_told_once_on_two_processes(run: Path, tmp_path: Path) -> None:
     flags = f"--checkpoint {run} --classes tulip --output_dir {tmp_path}"
     assert_refused(
-        "sample.py", 2, flags, "--classes tulip does not exist: pass names, like cat, dog, or numbers up to 1\n"
+        "sample.py", 2, flags, "labels: tulip does not exist: pass names, like cat, dog, or numbers up to 1\n"
     )
 
 

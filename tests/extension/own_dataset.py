@@ -8,11 +8,12 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from rectified_flow import randomness, register
+from rectified_flow.condition import Condition
 
 
 @register
 @dataclass(frozen=True)
-class Level:
+class Level(Condition):
     """A number in [0, 1], float32 ``[b]``; -1 stands for "none"."""
 
     def none(self, count: int, device: torch.device) -> Tensor:
