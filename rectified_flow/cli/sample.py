@@ -1,10 +1,9 @@
 """sample.py: numbered samples of a trained flow, shared between processes."""
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
-from math import prod
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +23,13 @@ from rectified_flow.distributed.collectives import on_main
 from rectified_flow.distributed.join import check_shared
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.features import GREY_LEVELS, RealData, average_colours, reference_features
-from rectified_flow.flags import refuse, replaced
+from rectified_flow.flags import replaced
 from rectified_flow.flows.flow import SOURCE, Flow, sample_batches
 from rectified_flow.flows.solvers import NO_GUIDANCE
 from rectified_flow.hub import card_of_run, claim_model, save_pretrained
 from rectified_flow.load import Trained, autocast, model_hash, solver_name
 from rectified_flow.runs.checkpoint import early_of
+from rectified_flow.spaces.space import Space
 from rectified_flow.system.files import locked, prepare_folder, replace_file, writing
 from rectified_flow.system.machine import require_disk
 from rectified_flow.system.outputs import claim, write_output
@@ -47,10 +47,48 @@ from rectified_flow.system.pictures import (
 from rectified_flow.system.provenance import Provenance, metadata_options, read_provenance
 from rectified_flow.system.terminal import lines, progress_bar
 
-LOCK_FILE, NEAREST_FILE = ".sample.lock", "nearest.png"
+LOCK_FILE, GRID_FILE, NEAREST_FILE = ".sample.lock", "grid.png", "nearest.png"
+PATH_FILES = {"strip": "path.png", "gif": "path.gif"}
 PATH_PICTURES, PATH_STOPS, NEAREST = 8, 9, 4
 BLOCK = 4096
 """Least size of a file on disk [bytes]."""
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """The files of a request, and the metadata that are written into its pictures."""
+
+    folder: Path
+    request: SampleRequest
+    space: Space
+    settings: Provenance | None
+    """Settings that all pictures have in common; None without metadata."""
+
+    def picture(self, number: int) -> Path:
+        """Return the file of a sample, a picture; that of measurements is a preview."""
+        return self.folder / f"{self.request.names[number]}{'.png' if self.space.suffix is None else PREVIEW}"
+
+    def values(self, number: int) -> Path:
+        """Return the file of a sample that is no picture, beside its preview."""
+        return self.folder / f"{self.request.names[number]}{self.space.suffix}"
+
+    @property
+    def files(self) -> list[Path]:
+        """The files of all samples."""
+        numbers = range(len(self.request.names))
+        pictures = [self.picture(number) for number in numbers]
+        return pictures if self.space.suffix is None else pictures + [self.values(number) for number in numbers]
+
+    def metadata(self, number: int | None = None) -> dict[str, Any]:
+        """Return the options with which Pillow writes the settings of a sample, or of several without a number."""
+        settings, request = self.settings, self.request
+        if settings is None:
+            return {}
+        if number is not None:
+            texts = {name: values[number % len(values)] for name, values in request.texts.items()}
+            draws = request.options.get("draws")
+            settings = replace(settings, number=number if draws is None else draws[number], conditions=texts)
+        return metadata_options("PNG", asdict(settings))
 
 
 def sample(config: SampleConfig) -> None:
@@ -61,39 +99,37 @@ def sample(config: SampleConfig) -> None:
             folder cannot be written or has other pictures.
         RunError: if a picture cannot be written.
     """
-    flags = config.samples
-    guided = config.solver.autoguidance != 1
-    refuse({"autoguidance": guided and flags.reverse}, "has no effect with --reverse: leave it out")
-    refuse({"autoguidance": guided and flags.save_pretrained}, "excludes --save_pretrained, which saves one network")
-    like = None if flags.like is None else read_provenance(flags.like)
+    like = None if config.samples.like is None else read_provenance(config.samples.like)
     if like is not None:
         scales = tuple(f"{name}={scale:g}" for name, scale in like.guidance.items())
         config = replaced(config, asdict(like) | {"guidance": scales, "like": None})
-    flags, folder = config.samples, flags.output_dir
+    flags, model = config.samples, config.samples.save_pretrained
     state, trained, options = open_trained(config)
     options |= {"seed": flags.seed, "batch_size": config.model.batch_size}
-    if flags.reverse and config.solver.guidance_scale is None and not config.solver.guidance:
+    if flags.reverse:
         options.pop("guidance", None)  # a default
     request = read_request(flags, trained, options) if like is None else _repeat(like, trained, options)
-    if trained.flow.space.suffix is not None:
-        request = replace(request, names=[f"{Path(name).stem}{PREVIEW}" for name in request.names])
-    card = {} if flags.save_pretrained is None else card_of_run(trained, flags.license)
-    folder = folder or trained.run_folder / ("generated" if like is None else "like")
+    settings = _settings_of(config, trained, request)
+    card = {} if model is None else card_of_run(trained, flags.license)
     data = None if flags.nearest is None else _training_data(flags.nearest, trained, state)
+    folder = flags.output_dir or trained.run_folder / ("generated" if like is None else "like")
+    outputs = Outputs(folder, request, trained.flow.space, settings if flags.metadata else None)
     with ExitStack() as held:
-        on_main(state, lambda: _claim(folder, flags, _files_of(request, trained.flow), held))
+        on_main(state, lambda: _claim(outputs, flags, held))
         check_shared(state, {"output_dir": folder})
-        settings = _settings_of(config, trained, request)
         state.print(describe(settings, flags, trained, request))
-        _write_samples(config, trained, request, settings, folder, state)
+        with autocast(config.model.mixed_precision, state.device):
+            calls = _write_samples(trained.flow, outputs, state)
+            state.wait_for_everyone()
+            if state.is_main_process:
+                tqdm.write(lines({"calls": calls} | _write_sheets(trained.flow, outputs, flags)))
         if data is not None:
-            files = [folder / name for name in request.names]
-            _write_nearest(data, files, state, _metadata(flags, settings, request))
-    if flags.save_pretrained is not None and state.is_main_process:
-        with writing(f"the model in --save_pretrained {flags.save_pretrained}"):
-            write_output(flags.save_pretrained / "grid.png", (folder / "grid.png").read_bytes())
-            save_pretrained(trained.flow, flags.save_pretrained, grid="grid.png", **card)
-        tqdm.write(lines({"model": flags.save_pretrained}))
+            _write_nearest(data, outputs, state)
+    if model is not None and state.is_main_process:
+        with writing(f"the model in --save_pretrained {model}"):
+            write_output(model / GRID_FILE, (folder / GRID_FILE).read_bytes())
+            save_pretrained(trained.flow, model, grid=GRID_FILE, **card)
+        tqdm.write(lines({"model": model}))
 
 
 def _repeat(like: Provenance, trained: Trained, options: dict[str, Any]) -> SampleRequest:
@@ -106,79 +142,10 @@ def _repeat(like: Provenance, trained: Trained, options: dict[str, Any]) -> Samp
         raise UsageError(f"--like needs a picture of {trained.source}, and another model generated this one")
     if like.number is None or like.from_picture:
         raise UsageError("--like needs a single picture that was generated from noise: pass one of sample.py")
-    written = {name: [text] for name, text in like.conditions.items()}
-    options = options | {
-        "steps": like.steps,
-        "draws": [like.number],
-        "conditions": read_written(trained.flow.conditions, written),
-    }
-    return SampleRequest([f"{like.number:05d}-seed-{like.seed}.png"], options, written=written)
-
-
-def _files_of(request: SampleRequest, flow: Flow) -> list[str]:
-    """Return the names of all files of results: pictures, and the measurements beside them.
-
-    Raises:
-        UsageError: if two files would have the same name.
-    """
-    names = [*request.names]
-    if (suffix := flow.space.suffix) is not None:
-        names += [beside(name, suffix) for name in names]
-    [(name, count)] = Counter([*names, "grid.png"]).most_common(1)
-    if count > 1:
-        raise UsageError(f"--from_images has two files for the result {name}: rename one")
-    return names
-
-
-def _write_samples(
-    config: SampleConfig,
-    trained: Trained,
-    request: SampleRequest,
-    settings: Provenance,
-    folder: Path,
-    state: PartialState,
-) -> None:
-    """Write this process's samples; the main process also writes the grid and the trajectories."""
-    flags, count, flow = config.samples, len(request.names), trained.flow
-    space, files = flow.space, [folder / name for name in request.names]
-    sides = 0 if space.suffix is None else prod(space.shape or ())
-    remedy = "lower it, or pass an --output_dir with more room"
-    require_disk(count * (BLOCK + 8 * sides), folder, f"--num_samples {count}", remedy)
-    mine = range(state.process_index, count, state.num_processes)
-    rows: list[int] = []
-    with (
-        flow.network.register_forward_hook(lambda _network, arguments, _output: rows.append(len(arguments[0]))),
-        autocast(config.model.mixed_precision, state.device),
-        progress_bar(total=len(mine), unit="img", disable=not state.is_main_process) as bar,
-    ):
-        for numbers, results, pictures in _results(flow, mine, request):
-            for number, result, picture in zip(numbers, results.cpu(), pictures.cpu(), strict=True):
-                # The names are already claimed: write_picture would read the record again for each picture.
-                pixels = picture.permute(1, 2, 0).numpy()
-                contents = {files[number]: encode_picture(pixels, **_metadata(flags, settings, request, number))}
-                if space.suffix is not None:
-                    contents[folder / beside(files[number].name, space.suffix)] = space.write(result)
-                for file, content in contents.items():
-                    with writing(file):
-                        replace_file(file, content, durable=False)
-            bar.update(len(numbers))
-        state.wait_for_everyone()
-        if not state.is_main_process:
-            return
-        also = request.options.get("guidance", NO_GUIDANCE).autoguidance != 1
-        calls = f"{sum(rows) / len(mine):g} of the network for each picture"
-        texts: dict[str, object] = {"calls": calls + ", beside those of the early checkpoint's network" * also}
-        if flags.path != "none":
-            shown = range(min(PATH_PICTURES, count))
-            texts["path"] = _write_path(
-                folder, flow, shown, request.options, flags.path, _metadata(flags, settings, request)
-            )
-    grid = _grid_of(files, request, flags.variants, space.legend)
-    texts["grid"] = write_picture(folder / "grid.png", grid, **_metadata(flags, settings, request))
-    if space.suffix is not None:
-        first, last = (beside(request.names[number], space.suffix) for number in (0, -1))
-        texts["values"] = f"{folder / first} to {last}"
-    tqdm.write(lines(texts | {"pictures": f"{files[0]} to {files[-1].name}"}))
+    texts = {name: [text] for name, text in like.conditions.items()}
+    conditions = read_written(trained.flow.conditions, texts)
+    options = options | {"steps": like.steps, "draws": [like.number], "conditions": conditions}
+    return SampleRequest([f"{like.number:05d}-seed-{like.seed}"], options, texts)
 
 
 def _settings_of(config: SampleConfig, trained: Trained, request: SampleRequest) -> Provenance:
@@ -200,32 +167,81 @@ def _settings_of(config: SampleConfig, trained: Trained, request: SampleRequest)
     )
 
 
-def _metadata(
-    flags: PicturesConfig, settings: Provenance, request: SampleRequest, number: int | None = None
-) -> dict[str, Any]:
-    """Return the options with which Pillow writes the settings of a picture, or of several without a number."""
-    if not flags.metadata:
-        return {}
-    if number is not None:
-        draws = request.options.get("draws")
-        written = {name: texts[number % len(texts)] for name, texts in request.written.items()}
-        settings = replace(settings, number=number if draws is None else draws[number], conditions=written)
-    return metadata_options("PNG", asdict(settings))
+def _claim(outputs: Outputs, flags: PicturesConfig, held: ExitStack) -> None:
+    """Create and lock the output folder, check that it has room and no other samples, and claim all names of files."""
+    folder, given, files = outputs.folder, flags.from_images, outputs.files
+    if given is not None and (given if given.is_dir() else given.parent).resolve() == folder.resolve():
+        raise UsageError(f"--output_dir {folder} has the pictures of --from_images: choose another folder")
+    claim(prepare_folder("output_dir", folder), ())  # refuse a checkpoint before writing the lock file
+    require_disk(len(files) * BLOCK, folder, f"--num_samples {len(outputs.request.names)}", "lower it")
+    busy = f"another process is writing to --output_dir {folder}"
+    held.enter_context(locked(folder / LOCK_FILE, busy, 0))
+    for file in {*folder.glob("*.png")}.difference(files):
+        if file.stem.removesuffix(Path(PREVIEW).stem).isdecimal():
+            raise UsageError(f"--output_dir {folder} contains {file.name} of an earlier call: choose another folder")
+    also = [PATH_FILES[flags.path]] if flags.path != "none" else []
+    also += [] if flags.nearest is None else [NEAREST_FILE]
+    claim(folder, [*(file.name for file in files), GRID_FILE, *also])
+    if flags.save_pretrained is not None:
+        claim_model(prepare_folder("save_pretrained", flags.save_pretrained))
+        claim(flags.save_pretrained, [GRID_FILE])
 
 
-def _results(
-    flow: Flow, numbers: Sequence[int], request: SampleRequest
-) -> Iterator[tuple[Sequence[int], Tensor, Tensor]]:
-    """Yield numbers of results, generated data, and their pictures uint8 ``[b, c, h, w]``, a batch at a time."""
-    space, is_picture = flow.space, flow.space.suffix is None
-    batches = _reversed(flow, numbers, **request.options) if request.reverse else None
-    for some, data in batches or sample_batches(flow, numbers, render=False, **request.options):
-        results = space.render_with_alpha(data) if is_picture else data
+def describe(settings: Provenance, flags: PicturesConfig, trained: Trained, request: SampleRequest) -> str:
+    """Return lines on the model, the settings and the pictures."""
+    default = asdict(Provenance(settings.model, settings.seed, steps=0))
+    texts: dict[str, object] = {
+        "model": trained,
+        "settings": ", ".join(f"{name} {each}" for name, each in asdict(settings).items() if each != default[name]),
+        "pictures": f"{len(request.names)} of {trained.flow.space.noun}, seed {flags.seed}",
+    }
+    if settings.autoguidance != 1:
+        texts["early"] = early_of(trained.source)
+    for name, values in request.texts.items():
+        some = list(dict.fromkeys(map(str, values)))
+        texts["classes" if name == "labels" else name] = ", ".join(some[:6]) + ", ..." * (len(some) > 6)
+    if flags.from_images is not None:
+        each = f", {flags.variants} results for each" * (flags.variants > 1) + ", in reverse" * request.reverse
+        texts["from"] = f"{flags.from_images}{each}"
+    return lines(texts)
+
+
+def _write_samples(flow: Flow, outputs: Outputs, state: PartialState) -> str:
+    """Write this process's samples, and return the number of network calls for each in words."""
+    space, request = flow.space, outputs.request
+    mine = range(state.process_index, len(request.names), state.num_processes)
+    rows: list[int] = []
+    counter = flow.network.register_forward_hook(lambda _network, arguments, _output: rows.append(len(arguments[0])))
+    with counter, progress_bar(total=len(mine), unit="img", disable=not state.is_main_process) as bar:
+        for numbers, results in _results(flow, mine, request):
+            pictures = results if space.suffix is None else space.render(results)
+            for number, result, picture in zip(numbers, results.cpu(), pictures.cpu(), strict=True):
+                content = encode_picture(picture.permute(1, 2, 0).numpy(), **outputs.metadata(number))
+                _write(outputs.picture(number), content)
+                if space.suffix is not None:
+                    _write(outputs.values(number), space.write(result))
+            bar.update(len(numbers))
+    also = request.options.get("guidance", NO_GUIDANCE).autoguidance != 1
+    calls = f"{sum(rows) / max(1, len(mine)):g} of the network for each picture"
+    return calls + ", beside those of the early checkpoint's network" * also
+
+
+def _write(file: Path, content: bytes) -> None:
+    """Write a file whose name is claimed already; claiming reads a record, which would take long for each sample."""
+    with writing(file):
+        replace_file(file, content, durable=False)
+
+
+def _results(flow: Flow, numbers: Sequence[int], request: SampleRequest) -> Iterator[tuple[Sequence[int], Tensor]]:
+    """Yield numbers of results, and pictures uint8 ``[b, c, h, w]`` or other generated data, a batch at a time."""
+    sampled = _reversed if request.reverse else partial(sample_batches, render=False)
+    for some, data in sampled(flow, numbers, **request.options):
+        results = flow.space.render_with_alpha(data) if flow.space.suffix is None else data
         if request.kept is not None:
             known, mask = (each.to(results.device) for each in request.kept)
             known = known[[number % len(known) for number in some]]
             results = torch.where(mask | known.isnan(), results, known)
-        yield some, results, results if is_picture else space.render(results)
+        yield some, results
 
 
 def _reversed(
@@ -238,90 +254,58 @@ def _reversed(
         yield some, flow.space.decode(flow.encode(given.pop(SOURCE), **given, **options))  # type: ignore[operator]
 
 
-def _grid_of(files: Sequence[Path], request: SampleRequest, variants: int, legend: Legend | None) -> Any:
-    """Return a grid of results. Results of --from_images follow their picture, and conditions are written below."""
-    count, shown = len(files) // variants, request.shown
-    across = 1 if shown is None else 1 + variants
-    rows = range(count if request.axes else min(count, max(1, GRID_PICTURES // across)))
+def _write_sheets(flow: Flow, outputs: Outputs, flags: PicturesConfig) -> dict[str, object]:
+    """Write the grid of all samples, and the trajectories of the first ones; return lines on all files."""
+    request, space, last, texts = outputs.request, flow.space, len(outputs.request.names) - 1, dict[str, object]()
+    if flags.path != "none":
+        shown = range(min(PATH_PICTURES, last + 1))
+        texts["path"] = _write_path(outputs.folder / PATH_FILES[flags.path], flow, shown, outputs)
     # Other processes wrote most of the samples, so the grid reads them back.
-    cells: list[Tensor] = []
-    for row in rows:
-        cells += [] if shown is None else [shown[row]]
-        cells += [read_picture(file) for file in files[row::count]]
-    images = torch.stack(cells)
-    if request.axes:
-        names = {axis.name: "" if axis.name == "labels" else f"{axis.name} " for axis in request.axes}
-        return labelled_grid(images, *([names[axis.name] + text for text in axis.values] for axis in request.axes))
-    pairs = max(1, round((len(rows) / across) ** 0.5))  # of a picture and its results, side by side
-    several = [texts for texts in request.written.values() if len(texts) > 1]  # conditions in which pictures differ
-    if shown is None and several:
-        images = with_texts(images, [", ".join(str(each[row % len(each)]) for each in several) for row in rows])
-    return to_grid(images, None if shown is None else across * pairs, legend)
+    grid = _grid_of([outputs.picture(number) for number in range(last + 1)], request, flags.variants, space.legend)
+    texts["grid"] = write_picture(outputs.folder / GRID_FILE, grid, **outputs.metadata())
+    if space.suffix is not None:
+        texts["values"] = f"{outputs.values(0)} to {outputs.values(last).name}"
+    return texts | {"pictures": f"{outputs.picture(0)} to {outputs.picture(last).name}"}
 
 
-def read_picture(file: Path) -> Tensor:
-    """Read a picture as uint8 ``[3, h, w]``."""
-    return pil_to_tensor(over_white(open_picture(file)))
-
-
-def _claim(folder: Path, flags: PicturesConfig, names: list[str], held: ExitStack) -> None:
-    """Create and lock the output folder, check that it has room and no other samples, and claim all names of files."""
-    given = flags.from_images
-    if given is not None and (given if given.is_dir() else given.parent).resolve() == folder.resolve():
-        raise UsageError(f"--output_dir {folder} has the pictures of --from_images: choose another folder")
-    claim(prepare_folder("output_dir", folder), ())  # refuse a checkpoint before writing the lock file
-    busy = f"another process is writing to --output_dir {folder}"
-    held.enter_context(locked(folder / LOCK_FILE, busy, 0))
-    for file in {*folder.glob("*.png")} - {folder / name for name in names}:
-        if file.stem.removesuffix(Path(PREVIEW).stem).isdecimal():
-            raise UsageError(f"--output_dir {folder} contains {file.name} of an earlier call: choose another folder")
-    also = {"none": [], "strip": ["path.png"], "gif": ["path.gif"]}[flags.path]
-    claim(folder, [*names, "grid.png", *also, *[NEAREST_FILE] * (flags.nearest is not None)])
-    if flags.save_pretrained is not None:
-        claim_model(prepare_folder("save_pretrained", flags.save_pretrained))
-        claim(flags.save_pretrained, ["grid.png"])
-
-
-def describe(settings: Provenance, flags: PicturesConfig, trained: Trained, request: SampleRequest) -> str:
-    """Return lines on the model, the settings and the pictures."""
-    default = asdict(Provenance(settings.model, settings.seed, steps=0))
-    texts: dict[str, object] = {
-        "model": trained,
-        "settings": ", ".join(f"{name} {each}" for name, each in asdict(settings).items() if each != default[name]),
-        "pictures": f"{len(request.names)} of {trained.flow.space.noun}, seed {flags.seed}",
-    }
-    if settings.autoguidance != 1 and (early := early_of(trained.source)):
-        texts["early"] = early
-    for name, values in request.written.items():
-        some = list(dict.fromkeys(map(str, values)))
-        texts["classes" if name == "labels" else name] = ", ".join(some[:6]) + ", ..." * (len(some) > 6)
-    if flags.from_images is not None:
-        each = f", {flags.variants} results for each" * (flags.variants > 1) + ", in reverse" * request.reverse
-        texts["from"] = f"{flags.from_images}{each}"
-    return lines(texts)
-
-
-def beside(name: str, suffix: str) -> str:
-    """Return the name of the file of generated data beside their picture."""
-    return name.removesuffix(PREVIEW) + suffix
-
-
-def _write_path(
-    folder: Path, flow: Flow, numbers: range, options: dict[str, Any], kind: str, metadata: dict[str, Any]
-) -> Path:
+def _write_path(file: Path, flow: Flow, numbers: range, outputs: Outputs) -> Path:
     """Write the trajectories of some samples: an animation, or a row for each sample."""
     frames: list[Tensor] = []
 
     def watch(_t: float, x: Tensor) -> None:
         frames.append(flow.space.render(flow.space.decode(x)).cpu())
 
-    list(sample_batches(flow, numbers, watch=watch, **options))
-    if kind == "gif":
+    list(sample_batches(flow, numbers, watch=watch, **outputs.request.options))
+    if file.suffix == ".gif":
         pauses = [80] * (len(frames) - 1) + [1500]
-        return write_motion(folder / "path.gif", [to_grid(frame) for frame in frames], pauses)
+        return write_motion(file, [to_grid(frame) for frame in frames], pauses)
     stops = sorted({round(i * (len(frames) - 1) / (PATH_STOPS - 1)) for i in range(PATH_STOPS)})
     strip = torch.stack([frames[stop] for stop in stops], dim=1)
-    return write_picture(folder / "path.png", to_grid(strip.flatten(0, 1), columns=len(stops)), **metadata)
+    return write_picture(file, to_grid(strip.flatten(0, 1), columns=len(stops)), **outputs.metadata())
+
+
+def _grid_of(files: Sequence[Path], request: SampleRequest, variants: int, legend: Legend | None) -> Any:
+    """Return a grid of results. Results of --from_images follow their picture, and conditions are written below."""
+    if request.axes:
+        names = {axis.name: "" if axis.name == "labels" else f"{axis.name} " for axis in request.axes}
+        texts = ([names[axis.name] + text for text in axis.values] for axis in request.axes)
+        return labelled_grid(read_pictures(files), *texts)
+    if request.shown is not None:
+        count, across = len(files) // variants, 1 + variants
+        rows = range(min(count, max(1, GRID_PICTURES // across)))
+        cells = [torch.cat((request.shown[row : row + 1], read_pictures(files[row::count]))) for row in rows]
+        groups = max(1, round((len(rows) / across) ** 0.5))  # of a picture and its results, side by side
+        return to_grid(torch.cat(cells), across * groups, legend)
+    images = read_pictures(files[:GRID_PICTURES])
+    if several := [texts for texts in request.texts.values() if len(texts) > 1]:  # in which the pictures differ
+        below = [", ".join(str(texts[row % len(texts)]) for texts in several) for row in range(len(images))]
+        images = with_texts(images, below)
+    return to_grid(images, legend=legend)
+
+
+def read_pictures(files: Sequence[Path]) -> Tensor:
+    """Read pictures as uint8 ``[n, 3, h, w]``."""
+    return torch.stack([pil_to_tensor(over_white(open_picture(file))) for file in files])
 
 
 def _training_data(place: Sequence[Path], trained: Trained, state: PartialState) -> RealData:
@@ -335,7 +319,7 @@ def _training_data(place: Sequence[Path], trained: Trained, state: PartialState)
     return real_data(MeasureConfig(dataset_path=next(iter(place), None)), trained, state)[0]
 
 
-def _write_nearest(data: RealData, files: Sequence[Path], state: PartialState, metadata: dict[str, Any]) -> None:
+def _write_nearest(data: RealData, outputs: Outputs, state: PartialState) -> None:
     """Write a sheet of samples, each before the training pictures that are nearest to it, with their distances.
 
     The distance is the root mean square difference between the mean colours of 8x8 fields, in grey levels of 256, of
@@ -345,17 +329,17 @@ def _write_nearest(data: RealData, files: Sequence[Path], state: PartialState, m
     real = reference_features(data, colours)
     if not state.is_main_process:
         return
-    shown = torch.stack([read_picture(file) for file in files[:GRID_PICTURES]])
+    files = [outputs.picture(number) for number in range(min(GRID_PICTURES, len(outputs.request.names)))]
+    shown = read_pictures(files)
     distances = torch.minimum(*(torch.cdist(colours.of(each), real) for each in (shown, shown.flip(-1))))
     found = distances.mul(GREY_LEVELS / real.shape[1] ** 0.5).topk(min(NEAREST, len(real)), largest=False)
     names = picture_names(data) if isinstance(data, ImageDataset) else [str(number) for number in range(len(data))]
+    texts: list[str] = []
+    for file, rows, values in zip(files, found.indices.tolist(), found.values.tolist(), strict=True):
+        texts += [file.name, *(f"{value:.1f}: {names[row]}" for row, value in zip(rows, values, strict=True))]
     near = data.read_pictures(found.indices.flatten().tolist()).unflatten(0, found.indices.shape)
-    texts = [
-        text
-        for file, rows, values in zip(files, found.indices.tolist(), found.values.tolist(), strict=False)
-        for text in (file.name, *(f"{value:.1f}: {names[row]}" for row, value in zip(rows, values, strict=True)))
-    ]
     cells = with_texts(torch.cat((shown[:, None], near), dim=1).flatten(0, 1), texts)
-    path = write_picture(files[0].parent / NEAREST_FILE, to_grid(cells, columns=1 + near.shape[1]), **metadata)
+    sheet = to_grid(cells, columns=1 + near.shape[1])
+    path = write_picture(outputs.folder / NEAREST_FILE, sheet, **outputs.metadata())
     closest = found.values[:, 0].min()
     tqdm.write(lines({"nearest": f"{path}, the smallest distance is {closest:.1f} of 256 grey levels"}))

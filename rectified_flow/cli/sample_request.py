@@ -2,8 +2,9 @@
 
 import inspect
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from rectified_flow.flags import refuse
 from rectified_flow.flows.flow import SOURCE, Flow
 from rectified_flow.load import Trained
 from rectified_flow.randomness import Samples, deterministic
-from rectified_flow.spaces.degradations import Degradation, Mask
+from rectified_flow.spaces.degradations import Mask
 from rectified_flow.spaces.space import RGB, Space
 from rectified_flow.system.pictures import fit, open_picture, upright_size
 from rectified_flow.system.terminal import size_text
@@ -54,23 +55,23 @@ class SampleRequest:
     """The pictures to write.
 
     Args:
-        names: names of their files; the pictures of ``--from_images`` take turns.
+        names: names of their files without an end; the pictures of ``--from_images`` take turns.
         options: arguments of :func:`sample_batches`.
+        texts: the conditions as written; picture ``i`` has value ``i % n`` of each.
+        axes: rows and columns of ``--grid``.
         shown: the first pictures uint8 ``[n, 3, h, w]`` to show before their results in the grid; None for a grid of
             samples alone.
         kept: pictures uint8 ``[n, c, h, w]`` and a mask bool ``[1, 1, h, w]`` outside of which results equal them.
         reverse: whether the flow is integrated from data to its start.
-        axes: rows and columns of ``--grid``.
-        written: the conditions as written; picture ``i`` has value ``i % n`` of each.
     """
 
     names: list[str]
     options: dict[str, Any]
+    texts: Written = field(default_factory=dict)
+    axes: Sequence[Axis] = ()
     shown: Tensor | None = None
     kept: tuple[Tensor, Tensor] | None = None
     reverse: bool = False
-    axes: Sequence[Axis] = ()
-    written: Written = field(default_factory=dict)
 
 
 def read_request(flags: PicturesConfig, trained: Trained, options: dict[str, Any]) -> SampleRequest:
@@ -84,58 +85,58 @@ def read_request(flags: PicturesConfig, trained: Trained, options: dict[str, Any
     Raises:
         UsageError: if a flag has no effect on the flow, or what it names cannot be read.
     """
-    flow, source = trained.flow, trained.source
-    options = options | {"steps": flags.steps or flow.default_steps}
-    axes = [axis_of(text, flow, source) for text in flags.grid or ()]
-    texts = written_conditions(flags, flow, source)
-    if axes:
-        texts, options["draws"] = cells_of(axes, texts)
-    options["conditions"] = read_written(flow.conditions, texts)
+    flow, source, has_pictures = trained.flow, trained.source, flags.from_images is not None
+    if flow.from_source and not has_pictures:
+        raise UsageError(f"{source} translates pictures: pass some with --from_images")
     if flags.path != "none" and ("watch" not in inspect.signature(flow.sample).parameters or flags.reverse):
         kind = "--reverse" if flags.reverse else f"a {type(flow).__name__}"
         raise UsageError(f"--path has no effect: {kind} has no path to show; leave it out")
+    axes, texts = [axis_of(text, flow, source) for text in flags.grid or ()], written_conditions(flags, flow, source)
+    options = options | {"steps": flags.steps or flow.default_steps}
+    if axes:
+        texts, options["draws"] = cells_of(axes, texts)
+    elif not texts and not has_pictures:
+        texts = example_texts(flow.conditions)
+    options["conditions"] = read_written(flow.conditions, texts)
     if flags.from_images is not None:
-        return _from_pictures(flags.from_images, flags, trained, options, texts)
-    if flow.from_source:
-        raise UsageError(f"{source} translates pictures: pass some with --from_images")
+        return replace(_from_pictures(flags.from_images, flags, trained, options), texts=texts)
     names = [""] * (len(options["draws"]) if axes else flags.num_samples or NUM_SAMPLES)
     if flags.prompts is not None:
         prompts = next(iter(texts.values()))  # they are written first
         slugs = ["-" + re.sub(r"\W+", "-", text).strip("-")[:60] for text in prompts]
         names = [slugs[number % len(slugs)] for number in range(flags.num_samples or len(slugs))]
-    return SampleRequest(_numbered(names), options, axes=axes, written=texts)
+    return SampleRequest(_numbered(names), options, texts, axes)
 
 
-def _from_pictures(
-    path: Path, flags: PicturesConfig, trained: Trained, options: dict[str, Any], texts: Written
-) -> SampleRequest:
+def _from_pictures(path: Path, flags: PicturesConfig, trained: Trained, options: dict[str, Any]) -> SampleRequest:
     """Return the variations, translations or inpainted versions of the pictures at ``path``."""
     flow, space, degradation = trained.flow, trained.flow.space, trained.flow.degradation
-    _check_translation(flags, trained, options)
+    _check_translation(flags, trained)
     translates = flow.takes_source or flags.mask is not None
     files = find_inputs(path, space)[: flags.num_samples or (None if translates else NUM_SAMPLES)]
-    images, mask = load_inputs(files, space), load_mask(flags.mask, files, space)
+    images, mask = torch.stack([_read("from_images", file, space.read) for file in files]), None
+    if flags.mask is not None:
+        mask = load_mask(flags.mask, files, space)
     seen = space.from_pictures(images.to(flow.device)).cpu()
     if not translates:
-        options |= {"start": seen, "strength": flags.strength or STRENGTH}
-        return SampleRequest(_numbered([""] * (flags.num_samples or NUM_SAMPLES)), options, written=texts)
+        start = {"start": seen, "strength": flags.strength or STRENGTH}
+        return SampleRequest(_numbered([""] * (flags.num_samples or NUM_SAMPLES)), options | start)
     if degradation is not None and (flags.degrade or degradation.is_projection) and not flags.reverse:
-        seen = _degraded(flow, degradation, seen, flags.seed)
+        seen = _degraded(flow, seen, flags.seed)
     elif mask is not None and flow.takes_source:
         seen = space.decode_source(space.encode(seen).masked_fill(mask, torch.nan))
     shown = render_sources(flow, seen[:GRID_PICTURES])
-    if mask is not None:
-        shown = shown.masked_fill(mask, GREY)
     if flow.takes_source:
         options["conditions"] |= {SOURCE: seen}
     else:
         options |= {"start": seen, "mask": mask, "strength": flags.strength or 1.0}
     names = names_of_results(path, files, flags.variants)
-    kept = None if mask is None else (images, mask)
-    return SampleRequest(names, options, shown, kept, flags.reverse, written=texts)
+    if mask is None:
+        return SampleRequest(names, options, shown=shown, reverse=flags.reverse)
+    return SampleRequest(names, options, shown=shown.masked_fill(mask, GREY), kept=(images, mask))
 
 
-def _check_translation(flags: PicturesConfig, trained: Trained, options: Mapping[str, Any]) -> None:
+def _check_translation(flags: PicturesConfig, trained: Trained) -> None:
     """Raise a UsageError if a flag of ``--from_images`` has no effect on the flow."""
     flow, source = trained.flow, trained.source
     needed = "mask" if flags.mask is not None else "start"
@@ -155,30 +156,26 @@ def _check_translation(flags: PicturesConfig, trained: Trained, options: Mapping
     degraded = "" if flow.degradation is None else f", degraded by {type(flow.degradation).__name__}"
     why = f"has no effect: {source} is a {type(flow).__name__} {start}{' without noise' * is_certain}{degraded}"
     refuse({name: getattr(flags, name) != getattr(PicturesConfig, name) and not works[name] for name in works}, why)
-    if flags.reverse:
-        refuse({"guidance_scale": "guidance" in options}, "has no effect with --reverse; leave it out")
-        refuse({"solver": options.get("solver") == "stochastic"}, "stochastic cannot be inverted: pass another solver")
 
 
-def _degraded(flow: Flow, degradation: Degradation, data: Tensor, seed: int) -> Tensor:
+def _degraded(flow: Flow, data: Tensor, seed: int) -> Tensor:
     """Return degraded pictures on the CPU, each by random draws of its own."""
     parts = []
-    for first in range(0, len(data), AT_ONCE):
-        some = range(first, min(first + AT_ONCE, len(data)))
-        with deterministic(Samples(seed, some), flow.device):
-            degraded = degradation(flow.space.encode(data[some].to(flow.device)))
+    for numbers in torch.arange(len(data)).split(AT_ONCE):
+        with deterministic(Samples(seed, numbers.tolist()), flow.device):
+            degraded = flow.conditions_of({}, flow.space.encode(data[numbers].to(flow.device)))[SOURCE]
             parts.append(flow.space.decode_source(degraded).cpu())
     return torch.cat(parts)
 
 
 def _numbered(names: Sequence[str]) -> list[str]:
-    """Return names of files with numbers before them, which have as many digits as the last one, and at least 5."""
+    """Return names with numbers before them, which have as many digits as the last one, and at least 5."""
     digits = max(5, len(str(len(names) - 1)))
-    return [f"{number:0{digits}d}{name}.png" for number, name in enumerate(names)]
+    return [f"{number:0{digits}d}{name}" for number, name in enumerate(names)]
 
 
 def written_conditions(flags: PicturesConfig, flow: Flow, source: Path) -> dict[str, list[str]]:
-    """Return the conditions that the flags give, as written and used in turn; examples of captions if none is given."""
+    """Return the conditions that the flags give, as written and used in turn."""
     kinds, texts = written(flow.conditions), dict[str, list[str]]()
     caption = next((name for name, kind in kinds.items() if kind.is_text), "text")
     label = next((name for name, kind in kinds.items() if isinstance(kind, Labels)), "labels")
@@ -195,7 +192,7 @@ def written_conditions(flags: PicturesConfig, flow: Flow, source: Path) -> dict[
         if name in texts:
             raise UsageError(f"--set {option} is the second value of {name}: separate several values by commas")
         texts[name] = _kind_of(name, kinds, source, f"--set {option}").split(text)
-    return texts if texts or flags.grid or flags.from_images is not None else example_texts(flow.conditions)
+    return texts
 
 
 def _kind_of(name: str, kinds: Mapping[str, WrittenCondition], source: Path, flag: str) -> WrittenCondition:
@@ -263,11 +260,6 @@ def find_inputs(path: Path, space: Space) -> list[Path]:
     return files
 
 
-def load_inputs(files: Sequence[Path], space: Space) -> Tensor:
-    """Read files of a space ``[n, c, h, w]``: pictures as uint8."""
-    return torch.stack([_read("from_images", file, space.read) for file in files])
-
-
 def _read(flag: str, path: Path, read: Callable[[Path], Tensor]) -> Tensor:
     try:
         return read(path)
@@ -275,10 +267,8 @@ def _read(flag: str, path: Path, read: Callable[[Path], Tensor]) -> Tensor:
         raise UsageError(f"--{flag} {path} cannot be read ({first_line(error)}): remove it") from error
 
 
-def load_mask(path: Path | None, files: Sequence[Path], space: Space) -> Tensor | None:
-    """Read ``--mask`` as bool ``[1, 1, h, w]``, true where it is white; None without the flag."""
-    if path is None:
-        return None
+def load_mask(path: Path, files: Sequence[Path], space: Space) -> Tensor:
+    """Read ``--mask`` as bool ``[1, 1, h, w]``, true where it is white."""
     _, height, width = space.picture_shape or space.shape or (RGB, 0, 0)
     mask = _read("mask", path, lambda path: pil_to_tensor(fit(open_picture(path), (width, height))).amax(dim=0) > HALF)
     size = upright_size(open_picture(path))
@@ -292,7 +282,15 @@ def load_mask(path: Path | None, files: Sequence[Path], space: Space) -> Tensor 
 
 
 def names_of_results(path: Path, files: Sequence[Path], variants: int) -> list[str]:
-    """Return names of the results of ``files``, all of the first variant before those of the next."""
+    """Return names of the results of ``files``, all of the first variant before those of the next.
+
+    Raises:
+        UsageError: if two results would have the same name.
+    """
     folder = path if path.is_dir() else path.parent
     stems = ["-".join(file.relative_to(folder).with_suffix("").parts) for file in files]
-    return [f"{stem}{f'-{number + 1}' * (variants > 1)}.png" for number in range(variants) for stem in stems]
+    names = [f"{stem}{f'-{number + 1}' * (variants > 1)}" for number in range(variants) for stem in stems]
+    [(name, count)] = Counter([*names, "grid"]).most_common(1)
+    if count > 1:
+        raise UsageError(f"--from_images has two files for the result {name}: rename one")
+    return names

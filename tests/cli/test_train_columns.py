@@ -163,8 +163,8 @@ def test_a_map_of_one_call_takes_every_condition(runs: Path, tmp_path: Path) -> 
     ("flags", "sentence"),
     [
         ("--set colour=3", "--set colour=3: "),
-        ("--set parity=off", "--set parity: off does not exist"),
-        ("--set size=large", "--set size: large is not a number"),
+        ("--set parity=off", "parity: off does not exist"),
+        ("--set size=large", "size: large is not a number"),
         ("--guidance colour=3", "--guidance colour: "),
         ("--guidance size=x", "must be NAME=SCALE"),
         ("--grid colour seed", "--grid colour: "),

@@ -192,6 +192,13 @@ class SampleConfig(SamplingConfig):
     def __post_init__(self) -> None:
         if self.samples.like is not None and self.solver != SolverConfig():
             raise UsageError("--like repeats the settings of a picture: leave the flags of the solver out")
+        solver, is_guided = self.solver, self.solver.autoguidance != 1
+        if self.samples.save_pretrained is not None:
+            refuse({"autoguidance": is_guided}, "excludes --save_pretrained, which saves one network")
+        if self.samples.reverse:
+            flags = {"autoguidance": is_guided, "guidance_scale": solver.guidance_scale not in (None, 1)}
+            refuse(flags | {"guidance": solver.guidance}, "has no effect with --reverse: leave it out")
+            refuse({"solver": solver.solver == "stochastic"}, "stochastic cannot be inverted: pass another solver")
 
 
 @dataclass(frozen=True)
