@@ -17,7 +17,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from rectified_flow import randomness
 from rectified_flow.errors import UsageError
@@ -315,6 +314,8 @@ class Number(WrittenCondition):
 
     def split(self, text: str) -> list[str]:
         """Return the numbers as written, and warn of those outside of the training range."""
+        from tqdm.auto import tqdm  # takes long to load
+
         texts, low, high = super().split(text), self.quantiles[0], self.quantiles[-1]
         for number in map(as_number, texts):
             if number is not None and not low <= number <= high:
