@@ -5,7 +5,6 @@ Imports no torch.
 """
 
 import os
-import re
 import struct
 import zipfile
 from collections.abc import Callable
@@ -19,26 +18,22 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 import numpy as np
-from PIL import Image
 from PIL.TiffImagePlugin import ImageFileDirectory_v2
 
-from rectified_flow.errors import UsageError, first_line
-from rectified_flow.system.files import open_regular, printable
+from rectified_flow.errors import UsageError
+from rectified_flow.system.files import open_regular
 
 FIELD_SUFFIXES = frozenset({".npy", ".npz", ".tif", ".tiff", ".png"})
 TYPES = ("uint8", "uint16", "int16", "int32", "uint32", "float16", "float32", "float64")
 """Types of values that are read and written; bool is read as uint8."""
-MOST_VALUES, MOST_PAGES, MOST_CHANNELS = 2**31, 4096, 64
-"""Largest number of values and of pages of a file, and of channels that are recognised by the shape of an array."""
-MOST_HEADER = 2**14
-"""Number of bytes that are read as the header of an array; numpy's own limit is 10,000."""
-MOST_RATIO, UNSUSPICIOUS = 1400, 2**26
-"""Largest ratio of sizes that deflate and LZW reach, and the size below which any ratio is accepted [bytes]."""
-LOSSLESS = {1: "none", 5: "LZW", 8: "deflate", 32946: "deflate", 32773: "PackBits", 50000: "Zstandard"}
-"""Compressions of a TIFF file that are read, by their number in the file."""
+MAX_CHANNELS, MAX_PAGES = 64, 4096
+"""Largest number of channels that are recognised by the shape of an array, and of pages of a file."""
+MAX_HEADER = 2**14  # numpy's own limit is 10,000
+"""Number of bytes that are read as the header of an array."""
+MAX_RATIO, UNSUSPICIOUS = 1400, 2**26  # deflate and LZW compress no better
+"""Largest ratio of the sizes of values and their file, and the size below which any ratio is accepted [bytes]."""
 REDUCED, MASK, PALETTE = 1, 4, 3
-"""Bits of the tag of a TIFF's page that is a smaller copy or a mask, and the number of a palette in TIFF and PNG."""
-PNG_COLOURS = "PNG files of 16-bit colours"
+"""Bits of the tag of a TIFF's page that is a smaller copy or a mask, and the number of a palette."""
 NODATA = 42113
 """Number of GDAL's tag of the value that stands for "unknown"."""
 PNG_CHANNELS = {0: 1, 2: 3, 4: 2, 6: 4}
@@ -87,33 +82,29 @@ class Header:
     integers: str | None = None
     """The type in the file, if it has a mark for unknown values and they are read as float."""
 
-    @property
-    def leaves_open(self) -> bool:
-        """Whether the array has three axes and the file does not declare the axis of the channels."""
-        return len(self.shape) == 3 and self.channels_last is None
-
     def is_last(self, channels_last: bool | None) -> bool:
         """Return whether the last axis is that of the channels.
 
         Args:
             channels_last: the value for files that do not declare it; None decides by the shape: the axis of channels
-                is at most half as long as the two others, and at most :data:`MOST_CHANNELS` long.
+                is at most half as long as the two others, and at most :data:`MAX_CHANNELS` long.
 
         Raises:
             UsageError: if the shape is ambiguous.
         """
         if len(self.shape) == 2:
             return False
-        answer = channels_last if self.channels_last is None else self.channels_last
-        if answer is not None:
-            return answer
-        for axis, others in ((0, self.shape[1:]), (2, self.shape[:2])):
-            if 2 * self.shape[axis] <= min(others) and self.shape[axis] <= MOST_CHANNELS:
-                return axis == 2
-        raise UsageError(
-            f"the axis of the channels is ambiguous in the shape {self.shape}; pass --space_options "
-            "channels_last=True if it is the last one, or channels_last=False if it is the first"
-        )
+        if self.channels_last is not None:
+            return self.channels_last
+        if channels_last is not None:
+            return channels_last
+        first, height, last = self.shape
+        if 2 * min(first, last) > min(max(first, last), height) or min(first, last) > MAX_CHANNELS:
+            raise UsageError(
+                f"the axis of the channels is ambiguous in the shape {self.shape}; pass --space_options "
+                "channels_last=True if it is the last one, or channels_last=False if it is the first"
+            )
+        return last < first
 
     def format(self, channels_last: bool | None) -> FieldFormat:
         """Return the format of the file; see :meth:`is_last`."""
@@ -150,8 +141,17 @@ def read_header(file: Path) -> Header:
         return _open(file, stream)[0]
 
 
-def read_values(file: Path, channels_last: bool | None) -> Array:
-    """Return the values of a file ``[c, h, w]``, with the errors of :func:`read_header` and :meth:`Header.is_last`."""
+def read_field(file: Path, channels_last: bool | None) -> Array:
+    """Return the field of a file, with the errors of :func:`read_header` and :meth:`Header.is_last`.
+
+    Args:
+        file: a file with one of :data:`FIELD_SUFFIXES`.
+        channels_last: whether an array of three axes is ``[h, w, c]`` rather than ``[c, h, w]``; None to decide it by
+            its shape. TIFF and PNG files say it themselves.
+
+    Returns:
+        ``[c, h, w]``, contiguous, in the type of the file and the byte order of the machine. NaN is an unknown value.
+    """
     with open_regular(file) as stream:
         header, read = _open(file, stream)
         last = header.is_last(channels_last)
@@ -162,33 +162,8 @@ def read_values(file: Path, channels_last: bool | None) -> Array:
     return values.astype(header.dtype, order="C")
 
 
-def read_field(file: Path, channels_last: bool | None) -> Array:
-    """Return the field of a file.
-
-    Args:
-        file: a file with one of :data:`FIELD_SUFFIXES`.
-        channels_last: whether an array of three axes is ``[h, w, c]`` rather than ``[c, h, w]``; None to decide it by
-            its shape. TIFF and PNG files say it themselves.
-
-    Returns:
-        ``[c, h, w]``, contiguous, in the type of the file and the byte order of the machine. NaN is an unknown value.
-
-    Raises:
-        UsageError: if the file cannot be read or holds no field, or a package is missing.
-    """
-    try:
-        return read_values(file, channels_last)
-    except Exception as error:  # decoders raise exceptions of many types
-        reason = getattr(error, "strerror", None) or first_line(error)
-        raise UsageError(f"{printable(file)} cannot be read as a field: {reason}") from error
-
-
-def require(package: str, what: str) -> Any:
-    """Import a package.
-
-    Args:
-        package: tifffile or imagecodecs.
-        what: the files that need it, for the error message.
+def require(package: str) -> Any:
+    """Import tifffile or imagecodecs.
 
     Raises:
         UsageError: if it is not installed.
@@ -196,98 +171,60 @@ def require(package: str, what: str) -> Any:
     try:
         return import_module(package)
     except ImportError as error:
-        raise UsageError(f"reading and writing {what} needs {package}: pip install tifffile imagecodecs") from error
+        raise UsageError(f"TIFF and PNG files of fields need {package}: pip install tifffile imagecodecs") from error
 
 
 def _open(file: Path, stream: IO[bytes]) -> Opened:
     """Read the header of an open file."""
-    size = os.fstat(stream.fileno()).st_size
-    match file.suffix.lower():
-        case ".npy":
-            return _open_array(stream, size, ".npy")
-        case ".npz":
-            return _open_archive(stream, size)
-        case ".png":
-            return _open_png(stream, size)
-    return _open_tiff(stream, size)
+    readers = {".npy": _open_array, ".npz": _open_archive, ".png": _open_png}
+    return readers.get(file.suffix.lower(), _open_tiff)(stream, os.fstat(stream.fileno()).st_size)
 
 
-def _check(shape: tuple[int, ...], dtype: np.dtype[Any], room: int) -> str:
-    """Return the name of the type of values after a check of a declared array.
-
-    Args:
-        shape: the shape.
-        dtype: the type.
-        room: largest size that the values can have in a file of this size [bytes].
+def _check(shape: tuple[int, ...], dtype: np.dtype[Any], size: int) -> str:
+    """Return the name of the type of values, after a check of the array that a file of some size [bytes] declares.
 
     Raises:
         ValueError: if it is no field, or the file is too small for it.
     """
     name = "uint8" if dtype.kind == "b" else dtype.name
-    if dtype.hasobject:
-        raise ValueError("it holds Python objects, which are never unpickled; save an array of numbers")
-    if dtype.names is not None:
-        raise ValueError("it holds records; save each of their numbers as a channel")
-    if dtype.kind == "c":
-        raise ValueError("it holds complex numbers; save the real and the imaginary part as two channels")
     if name not in TYPES:
         raise ValueError(f"its values are of the type {name}; convert them to one of {', '.join(TYPES)}")
-    if len(shape) not in (2, 3):
+    if len(shape) not in (2, 3) or min(shape) < 1:
         raise ValueError(f"its shape is {shape}; save arrays of two axes, or of three with the channels")
-    if min(shape) < 1:
-        raise ValueError(f"it is empty: its shape is {shape}")
-    if prod(shape) > MOST_VALUES:
-        raise ValueError(f"it declares {prod(shape)} values, more than {MOST_VALUES}; cut it into several files")
-    if prod(shape) * dtype.itemsize > room:
+    if prod(shape) * dtype.itemsize > max(UNSUSPICIOUS, MAX_RATIO * size):
         raise ValueError(f"it declares the shape {shape}, which the file is too small to hold")
     return name
 
 
-def _room(size: int) -> int:
-    """Return the largest size of the values in a compressed file of some size [bytes]."""
-    return max(UNSUSPICIOUS, MOST_RATIO * size)
-
-
-def _open_array(stream: IO[bytes], room: int, suffix: str) -> Opened:
-    """Read a header of numpy's format, for which see ``numpy.lib.format``."""
-    head = BytesIO(stream.read(MOST_HEADER))  # never more, whatever length the header declares
-    version = np.lib.format.read_magic(head)
-    read_rest = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, is_fortran, dtype = read_rest(head)
-    header = Header(suffix, _check(shape, dtype, room), shape)
+def _open_array(stream: IO[bytes], size: int, suffix: str = ".npy") -> Opened:
+    head = BytesIO(stream.read(MAX_HEADER))  # never more, whatever length the header declares
+    is_first_version = np.lib.format.read_magic(head) == (1, 0)
+    read_rest = np.lib.format.read_array_header_1_0 if is_first_version else np.lib.format.read_array_header_2_0
+    shape, _, dtype = read_rest(head)
+    header = Header(suffix, _check(shape, dtype, size), shape)
 
     def read() -> Array:
-        stream.seek(head.tell())
-        content = stream.read(prod(shape) * dtype.itemsize)
-        return np.frombuffer(content, dtype, prod(shape)).reshape(shape, order="F" if is_fortran else "C")
+        stream.seek(0)
+        values: Array = np.lib.format.read_array(stream, allow_pickle=False)
+        if stream.read(1):  # at the end of an archive, this compares the checksum
+            raise ValueError("it holds more values than its header declares")
+        return values
 
     return header, read
 
 
 def _open_archive(stream: IO[bytes], size: int) -> Opened:
     archive = zipfile.ZipFile(stream)
-    members = archive.infolist()
-    if len(members) != 1:
-        some = ", ".join(member.filename.removesuffix(".npy") for member in members[:4])
-        raise ValueError(f"it holds {len(members)} arrays ({some}); save one array in each file")
-    if members[0].compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        raise ValueError("its compression is not that of numpy; write it by numpy.savez_compressed")
-    member = archive.open(members[0])
-    header, read = _open_array(member, _room(size), ".npz")
-
-    def read_whole() -> Array:
-        values = read()
-        if member.read(1):  # at the end, it compares the checksum
-            raise ValueError("it holds more values than its header declares")
-        return values
-
-    return header, read_whole
+    names = archive.namelist()
+    if len(names) != 1:
+        raise ValueError(f"it holds {len(names)} arrays; save one array in each file")
+    return _open_array(archive.open(names[0]), size, ".npz")
 
 
 def _png_header(stream: IO[bytes]) -> tuple[int, int, int, int]:
     """Return width and height [px], bits per value, and the number of the colour type."""
     head = stream.read(26)
-    if len(head) < 26 or head[:8] != b"\x89PNG\r\n\x1a\n" or head[12:16] != b"IHDR":
+    if len(head) < 26 or head[:8] != b"\x89PNG\r\n\x1a\n":
         raise ValueError("it is not a PNG file")
     width, height, bits, colours = struct.unpack(">IIBB", head[16:])
     return width, height, bits, colours
@@ -295,23 +232,16 @@ def _png_header(stream: IO[bytes]) -> tuple[int, int, int, int]:
 
 def _open_png(stream: IO[bytes], size: int) -> Opened:
     width, height, bits, colours = _png_header(stream)
-    if colours == PALETTE:
-        raise ValueError("it has a palette, which is not a measurement; save it as grey or as RGB")
-    if colours not in PNG_CHANNELS or bits not in (8, 16):
-        raise ValueError(f"it has {bits} bits per value; save 8 or 16")
-    channels, dtype = PNG_CHANNELS[colours], np.dtype(f"uint{bits}")
+    if colours not in PNG_CHANNELS or bits < 8:
+        raise ValueError("it has a palette, or less than 8 bits per value; save it as grey or as RGB")
+    decoder, channels = require("imagecodecs"), PNG_CHANNELS[colours]
     shape = (height, width) if channels == 1 else (height, width, channels)
-    header = Header(".png", _check(shape, dtype, _room(size)), shape, channels_last=channels > 1)
-    # Pillow keeps 8 bits of such colours, and torchvision's decoder crashes on a damaged file.
-    decoder = require("imagecodecs", PNG_COLOURS) if bits == 16 and channels > 1 else None
+    header = Header(".png", _check(shape, np.dtype(f"uint{bits}"), size), shape, channels_last=channels > 1)
 
     def read() -> Array:
         stream.seek(0)
-        content = stream.read()  # a chunk may declare more than the file has
-        if decoder is None:
-            return np.asarray(Image.open(BytesIO(content), formats=["PNG"])).astype(dtype)
-        values: Array = decoder.png_decode(content)
-        return values
+        values: Array = decoder.png_decode(stream.read())
+        return values.reshape(height, width, -1)[..., :channels].reshape(shape)  # a transparent colour adds alpha
 
     return header, read
 
@@ -321,38 +251,22 @@ def _open_tiff(stream: IO[bytes], size: int) -> Opened:
 
     Its pages are read one by one, because descriptions of formats such as OME may refer to other files.
     """
-    found = list(islice(require("tifffile", "TIFF files").TiffFile(stream, name="the file").pages, MOST_PAGES + 1))
-    if len(found) > MOST_PAGES:
-        raise ValueError(f"it has more than {MOST_PAGES} pages")
+    found = list(islice(require("tifffile").TiffFile(stream, name="the file").pages, MAX_PAGES + 1))
+    if len(found) > MAX_PAGES:  # which may lead in circles
+        raise ValueError(f"it has more than {MAX_PAGES} pages")
     pages = [page for page in found if not page.subfiletype & (REDUCED | MASK)]
-    if len({(page.shape, page.dtype, page.axes) for page in pages}) != 1:
+    if len({(page.shape, page.dtype, page.axes, page.chunks) for page in pages}) != 1:
         raise ValueError("its pages differ in size or type; save pages of one size, each with one channel")
-    page, described = pages[0], found[0].description
-    stack = re.match(r"ImageJ=.*^images=([0-9]+)", described, re.MULTILINE | re.DOTALL)
-    if (stack and int(stack[1]) > len(found)) or '"truncated": true' in described:  # by tifffile
-        raise ValueError("it holds more images than it has pages; save each of them as a page")
+    page = pages[0]
     if page.axes not in (("YX",) if len(pages) > 1 else ("YX", "YXS", "SYX")):
         raise ValueError(f"it has {len(pages)} pages of shape {page.shape}; save channels as pages, or in one page")
-    if page.photometric == PALETTE:
-        raise ValueError("it has a palette, which is not a measurement; save it as grey or as RGB")
-    if page.dtype is None:
+    if page.photometric == PALETTE or page.dtype is None:
         raise ValueError(
-            f"its type of {page.bitspersample} bits is not supported; convert it to one of {', '.join(TYPES)}"
+            f"it has a palette, or {page.bitspersample} bits per value; save it as one of {', '.join(TYPES)}"
         )
-    room = size * 8 * page.dtype.itemsize // page.bitspersample  # without compression, 12 bits take less than 16
-    for each in pages:
-        if each.is_tiled:  # a tile is decoded whole, also where it reaches beyond the page
-            _check(each.chunks, each.dtype, _room(size))
-        if any(begin + count > size for begin, count in zip(each.dataoffsets, each.databytecounts, strict=False)):
-            raise ValueError("it is cut off: its header declares more bytes than it has")
-        if each.compression not in LOSSLESS:
-            raise ValueError(
-                f"its compression is not supported; save it with {', '.join(dict.fromkeys(LOSSLESS.values()))}"
-            )
-        if each.compression != 1:
-            room = _room(size)
+    _check(page.chunks, page.dtype, size)  # a tile is decoded whole, also where it reaches beyond the page
     shape = (len(pages), *page.shape) if len(pages) > 1 else page.shape
-    dtype, unknown = _check(shape, page.dtype, room), _nodata(found[0].tags)
+    dtype, unknown = _check(shape, page.dtype, size), _nodata(found[0].tags)
     integers = dtype if unknown is not None and page.dtype.kind != "f" else None
     if integers:
         dtype = "float32" if page.dtype.itemsize <= 2 else "float64"  # holds NaN and each of the integers
@@ -396,30 +310,27 @@ def is_measured(file: Path) -> bool:
     Raises:
         Exception: of many types, if it cannot be read.
     """
+    suffix = file.suffix.lower()
+    if suffix not in FIELD_SUFFIXES:
+        return False
     with open_regular(file) as stream:
-        match file.suffix.lower():
-            case ".png":
-                return _png_header(stream)[2] > 8
-            case ".tif" | ".tiff":
-                return _is_measured_tiff(stream)
-    return False
+        return _png_header(stream)[2] > 8 if suffix == ".png" else _is_measured_tiff(stream)
 
 
 def _is_measured_tiff(stream: IO[bytes]) -> bool:
     head = stream.read(8)
     if 43 in head[2:4]:  # BigTIFF
         head += stream.read(8)
-    page, pages = ImageFileDirectory_v2(head), 0
-    for _ in range(MOST_PAGES):
-        stream.seek(page.next)
-        page.load(stream)
-        channels, bits = page.get(277, 1), max(page.get(258, (1,)))
-        pages += not page.get(254, 0) & (REDUCED | MASK)
-        if bits > 8 or channels == 2 or channels > 4 or pages > 1:
-            return True
+    page = ImageFileDirectory_v2(head)
+    for number in range(2):  # a second page of full size is a second channel
         if not page.next:
             return False
-    return True
+        stream.seek(page.next)
+        page.load(stream)
+        is_channel = number > 0 and not page.get(254, 0) & (REDUCED | MASK)
+        if max(page.get(258, (1,))) > 8 or page.get(277, 1) not in (1, 3, 4) or is_channel:
+            return True
+    return False
 
 
 def encode_field(values: Array, how: FieldFormat) -> bytes:
@@ -442,14 +353,11 @@ def encode_field(values: Array, how: FieldFormat) -> bytes:
         case ".npz":
             np.savez_compressed(content, array, allow_pickle=False)
         case ".png":
-            if array.itemsize == 1 or how.channels == 1:
-                Image.fromarray(array).save(content, "PNG")
-            else:
-                content.write(require("imagecodecs", PNG_COLOURS).png_encode(array))
+            content.write(require("imagecodecs").png_encode(array))
         case _:
             across, down, unit = how.pixel_size or (1, 1, 1)
             axis_of_channels = "contig" if how.channels_last else "separate"
-            require("tifffile", "TIFF files").imwrite(
+            require("tifffile").imwrite(
                 content,
                 array,
                 photometric="rgb" if how.channels_last and how.channels == 3 else "minisblack",
@@ -464,9 +372,8 @@ def encode_field(values: Array, how: FieldFormat) -> bytes:
 
 def _as_type(values: Array, dtype: np.dtype[Any]) -> Array:
     """Return values of another type, the nearest in its range."""
+    exact = values.astype(np.float64)
     if dtype.kind == "f":
-        limits = np.finfo(dtype)
-        return np.clip(values.astype(np.float64), float(limits.min), float(limits.max)).astype(dtype)
-    bounds = np.iinfo(dtype)
-    rounded = np.nan_to_num(np.rint(values.astype(np.float64)), nan=bounds.min)
-    return rounded.clip(bounds.min, bounds.max).astype(dtype)
+        return exact.clip(float(np.finfo(dtype).min), float(np.finfo(dtype).max)).astype(dtype)
+    limits = np.iinfo(dtype)
+    return np.nan_to_num(np.rint(exact), nan=limits.min).clip(limits.min, limits.max).astype(dtype)

@@ -1,10 +1,9 @@
 """A folder of fields: measured values in files, with or without a subfolder per class."""
 
 import re
-from collections import Counter
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import asdict, astuple, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,16 @@ import numpy as np
 from rectified_flow.data.build import PictureRows, Row
 from rectified_flow.data.framing import Framing
 from rectified_flow.data.sources.folder import FileFolder, is_image
-from rectified_flow.data.store import IMAGES_FILE, dtype_of
+from rectified_flow.data.store import IMAGES_FILE
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.measurements.files import (
     FIELD_SUFFIXES,
     Array,
-    FieldFormat,
     Header,
     StoreBits,
     is_measured,
+    read_field,
     read_header,
-    read_values,
     stored_type,
 )
 from rectified_flow.measurements.resizing import fit_field
@@ -39,15 +37,15 @@ SAMPLED = 256
 class FieldRows(PictureRows):
     """The rows of a store of measurements, in their own type, with the range of their values."""
 
-    def __init__(self, framing: Framing, how: FieldFormat, store_bits: StoreBits) -> None:
+    def __init__(self, framing: Framing, space: Fields) -> None:
         super().__init__(framing)
         if framing.alpha:
             raise UsageError("--alpha is for pictures: measurements keep all channels; leave it out")
-        self.format, self.dtype = how, stored_type(how.dtype, store_bits)
-        self.file = f"{Path(IMAGES_FILE).stem}.{self.dtype}"
-        self.shape = (how.channels, *framing.stored_size[::-1])
-        self.key = ("space", (self.file, self.shape), astuple(how))
-        self.low, self.high, self.missing = np.full(how.channels, np.inf), np.full(how.channels, -np.inf), 0
+        self.space, channels = space, space.files["channels"]
+        self.file = f"{Path(IMAGES_FILE).stem}.{space.dtype}"
+        self.shape = (channels, *framing.stored_size[::-1])
+        self.key = ("space", (self.file, self.shape), tuple(space.files.values()))
+        self.low, self.high, self.has_missing = np.full(channels, np.inf), np.full(channels, -np.inf), False
 
     def fit(self, image: Array) -> tuple[Row, tuple[int, int]]:
         """Return the row of a field ``[c, h, w]``, and its width and height [px].
@@ -55,20 +53,18 @@ class FieldRows(PictureRows):
         Raises:
             ValueError: if a value becomes infinite.
         """
-        fitted, dtype = fit_field(image, self.framing.stored_size, pad=self.framing.crop == "none"), dtype_of(self.file)
+        fitted = fit_field(image, self.framing.stored_size, pad=self.framing.crop == "none")
         with np.errstate(over="ignore"):
-            stored = fitted.astype(dtype)
+            stored = fitted.astype(self.space.dtype)
         if np.isinf(stored).any():
-            raise ValueError(f"its values reach {np.nanmax(np.abs(fitted)):.3g}, too large for {dtype.name}")
+            raise ValueError(f"its values reach {np.nanmax(np.abs(fitted)):.3g}, too large for {self.space.dtype}")
         return stored, (image.shape[2], image.shape[1])
 
     def add(self, row: Row) -> None:
         """Add the values of a row to the range of each channel."""
-        flat = row.reshape(len(row), -1)
-        unknown = np.isnan(flat)
-        self.missing += int(unknown.sum())
-        self.low = np.minimum(self.low, np.where(unknown, np.inf, flat).min(axis=1))
-        self.high = np.maximum(self.high, np.where(unknown, -np.inf, flat).max(axis=1))
+        self.has_missing |= bool(np.isnan(row).any())
+        self.low = np.fmin(self.low, np.fmin.reduce(row, axis=(1, 2)))  # leaves out NaN
+        self.high = np.fmax(self.high, np.fmax.reduce(row, axis=(1, 2)))
 
     def info(self, name: str, sizes: set[tuple[int, int]]) -> dict[str, Any]:
         """Return the space of the rows: the format of the files, and the range of the values.
@@ -81,29 +77,16 @@ class FieldRows(PictureRows):
                 found = "no known value" if least > most else f"the value {least:g} everywhere"
                 raise UsageError(f"channel {number} of {name} has {found}: remove the channel from the files")
         # The size of a pixel, a tag of the files, is no longer true if fields are resized.
-        kept = self.format if sizes == {self.framing.stored_size} else replace(self.format, pixel_size=None)
-        space = stored_space(kept, self.dtype, self.framing, self.low.tolist(), self.high.tolist(), self.missing > 0)
-        return {"space": describe(space)}
-
-
-def stored_space(
-    how: FieldFormat,
-    dtype: str,
-    framing: Framing,
-    low: Sequence[float],
-    high: Sequence[float],
-    has_missing: bool = False,
-) -> Fields:
-    """Return the space of stored fields, with the range of their values."""
-    shape, files = (how.channels, framing.height, framing.width), asdict(how)
-    return Fields(shape, low, high, dtype=dtype, show=default_show(files), has_missing=has_missing, files=files)
+        files = self.space.files | ({} if sizes == {self.framing.stored_size} else {"pixel_size": None})
+        shape, scale = (self.shape[0], *self.framing.shape[1:]), {"low": self.low.tolist(), "high": self.high.tolist()}
+        return {"space": describe(replace(self.space, shape=shape, files=files, has_missing=self.has_missing, **scale))}
 
 
 @register(role="reader")
 class FieldFolder(FileFolder):
     """All fields below ``path``, of one type and number of channels; see :class:`FileFolder` for their classes.
 
-    The headers of all files are read at once. A file whose header cannot be read counts as broken when it is loaded.
+    The first file that can be read decides. A file that differs counts as broken when it is loaded.
 
     Args:
         path: the folder.
@@ -117,8 +100,8 @@ class FieldFolder(FileFolder):
         notes: lines on the shape of the arrays, on files that are not read, and on files without a class.
 
     Raises:
-        UsageError: if the folder cannot be read or contains no fields, the files differ in type, channels or suffix,
-            the axis of the channels is ambiguous, or a package is missing.
+        UsageError: if the folder cannot be read or contains no fields, the axis of the channels is ambiguous, or a
+            package is missing.
     """
 
     suffixes, other_suffixes = FIELD_SUFFIXES, (IMAGE_SUFFIXES | OTHER_SUFFIXES) - FIELD_SUFFIXES
@@ -128,43 +111,28 @@ class FieldFolder(FileFolder):
         self, path: Path, *, channels_last: bool | None = None, store_bits: StoreBits = 32, **options: Any
     ) -> None:
         super().__init__(path, **options)
-        headers = self._read_headers(path)
-        undecided = next((file for file, header in headers.items() if header.leaves_open), None)
-        if undecided is not None:
-            try:
-                channels_last = headers[undecided].is_last(channels_last)
-            except UsageError as error:
-                raise UsageError(f"{printable(undecided)} is unclear: {error}") from error
-        formats = {file: header.format(channels_last) for file, header in headers.items()}
-        # Files without unknown values are read like those with a mark for them.
-        self._types = {header.integers: header.dtype for header in headers.values() if header.integers}
-        formats = {file: replace(each, dtype=self._types.get(each.dtype, each.dtype)) for file, each in formats.items()}
-        _check_agreement(formats)
-        first, sizes = next(iter(headers)), {each.pixel_size for each in formats.values()}
+        header = self._first_header()
+        if header.channels_last is None and len(header.shape) == 3:
+            channels_last = header.is_last(channels_last)
         self.channels_last, self.store_bits = channels_last, store_bits
-        self.format = replace(formats[first], pixel_size=sizes.pop() if len(sizes) == 1 else None)
-        shown = undecided or first
-        width, height = headers[shown].size(channels_last)
-        self.notes.append(
-            f"read {self.format.suffix} files of shape {headers[shown].shape} as {self.format.channels} "
-            f"channel{'s' * (self.format.channels > 1)} of {width} x {height}"
-        )
+        self.format, self._integers = header.format(channels_last), header.integers
+        width, height = header.size(channels_last)
+        size = f"{_in_words(self.format.channels)} of {width} x {height}"
+        self.notes.append(f"read {self.format.suffix} files of shape {header.shape} as {size}")
         self.fingerprint = f"{self.fingerprint} fields {channels_last}"
 
     def load(self, index: int) -> tuple[Array, int]:
-        """Return a field ``[c, h, w]``, and its label or -1.
-
-        Returns:
-            The field is contiguous, in the type of the file and the byte order of the machine; NaN is unknown.
+        """Return a field ``[c, h, w]``, and its label or -1; NaN is unknown.
 
         Raises:
             Exception: of many types, if the file is broken.
         """
-        values = read_values(self.files[index], self.channels_last)
-        values = values.astype(self._types.get(values.dtype.name, values.dtype))
-        if (values.dtype.name, len(values)) != (self.format.dtype, self.format.channels):
-            raise ValueError("it has changed since the folder was opened")
-        return values, self._labels[index]
+        values, how = read_field(self.files[index], self.channels_last), self.format
+        # A file without a mark for unknown values is read like the first, which has one.
+        if len(values) != how.channels or values.dtype.name not in (how.dtype, self._integers):
+            usual = f"{_in_words(how.channels)} of {how.dtype}"
+            raise ValueError(f"it has {_in_words(len(values))} of {values.dtype}, and the first file has {usual}")
+        return values.astype(how.dtype), self._labels[index]
 
     def size_of(self, index: int) -> tuple[int, int]:
         """Return the width and height of a field [px]."""
@@ -172,13 +140,14 @@ class FieldFolder(FileFolder):
 
     def rows(self, framing: Framing) -> FieldRows:
         """Return how the fields become rows of a store."""
-        return FieldRows(framing, self.format, self.store_bits)
+        return FieldRows(framing, self.space)
 
     @property
     def space(self) -> Fields:
-        """The space of stored fields; their range, which is not known yet, is one that suits every transform."""
-        channels, dtype = self.format.channels, stored_type(self.format.dtype, self.store_bits)
-        return stored_space(self.format, dtype, Framing(1, 1), (1.0,) * channels, (2.0,) * channels)
+        """The space of stored fields; their size and range, which are not known yet, suit every transform."""
+        low, high, how = (1.0,) * self.format.channels, (2.0,) * self.format.channels, self.format
+        dtype = stored_type(how.dtype, self.store_bits)
+        return Fields((len(low), 1, 1), low, high, dtype=dtype, show=default_show(how), files=asdict(how))
 
     @classmethod
     def claim(cls, files: Sequence[Path]) -> tuple[bool, list[Path]]:
@@ -196,42 +165,21 @@ class FieldFolder(FileFolder):
         measured = [file for file, answer in found.items() if answer]
         return len(arrays) > len(pictures) or 2 * len(measured) > len(found), measured
 
-    def _read_headers(self, path: Path) -> dict[Path, Header]:
-        """Return the headers of all files that have a readable one."""
-        headers, problems = dict[Path, Header](), list[str]()
+    def _first_header(self) -> Header:
+        """Return the header of the first file that has a readable one."""
+        problems = list[str]()
         for file in self.files:
             try:
-                headers[file] = read_header(file)
+                return read_header(file)
             except UsageError:  # a package is missing
                 raise
             except Exception as error:  # decoders raise exceptions of many types
-                reason = getattr(error, "strerror", None) or first_line(error)
-                problems.append(f"{printable(file)}: {reason}")
-        if not headers:
-            raise UsageError(f"none of the {len(problems)} fields in {path} can be read; the first is {problems[0]}")
-        return headers
+                problems.append(f"{printable(file)} ({getattr(error, 'strerror', None) or first_line(error)})")
+        raise UsageError(f"--dataset_path {self.path} holds no field that can be read; the first is {problems[0]}")
 
 
-def _check_agreement(formats: dict[Path, FieldFormat]) -> None:
-    """Check that files agree in type, channels and suffix.
-
-    Raises:
-        UsageError: if they differ; the message names the first file that differs from the majority.
-    """
-
-    def kind_of(each: FieldFormat) -> tuple[Any, ...]:
-        return each.suffix, each.dtype, each.channels
-
-    def in_words(kind: tuple[Any, ...]) -> str:
-        suffix, dtype, channels = kind
-        return f"{channels} channel{'s' * (channels > 1)} of {dtype} in {suffix}"
-
-    [(usual, count)] = Counter(map(kind_of, formats.values())).most_common(1)
-    odd = [file for file, each in formats.items() if kind_of(each) != usual]
-    if odd:
-        found = f"{len(odd)} of {len(formats)} fields differ from the others: the first, {printable(odd[0])}, has"
-        differ = f"{in_words(kind_of(formats[odd[0]]))}, and the {count} others have {in_words(usual)}"
-        raise UsageError(f"{found} {differ}: move it out of the folder, or convert it")
+def _in_words(channels: int) -> str:
+    return f"{channels} channel{'s' * (channels > 1)}"
 
 
 def _is_cache(file: Path, stems: Collection[tuple[Path, str]]) -> bool:

@@ -1,7 +1,7 @@
 """Fields: a space of measurements, which converts between physical units and values of about -1 to 1."""
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cache
 from math import log
 from pathlib import Path
@@ -18,7 +18,7 @@ from rectified_flow.flags import choose_named
 from rectified_flow.measurements.files import Array, FieldFormat, encode_field, read_field
 from rectified_flow.measurements.resizing import fit_field
 from rectified_flow.measurements.transforms import Linear, Transform
-from rectified_flow.registry import build, describe, register
+from rectified_flow.registry import describe, register
 from rectified_flow.spaces.augmentation import NUMBERS, augmented
 from rectified_flow.spaces.pixels import cropped, mirrored
 from rectified_flow.spaces.space import RGB, Space
@@ -31,15 +31,12 @@ OUTSIDE = 0.01
 """Margin beyond the range within which values are not marked, as a share of the range."""
 BELOW, ABOVE, UNKNOWN = (0, 160, 255), (255, 0, 0), (127, 127, 127)
 """Colours of values below and above the range, and of unknown ones."""
-MAX_NAMED = 4
-"""Number of channels whose ranges are printed."""
 MAX_VALUES = 2**24
 """Number of stored values from which percentiles are taken."""
-SHOWN = re.compile(r"([0-9]{1,4})(?:,([0-9]{1,4}),([0-9]{1,4})|:(\w+))?")
-"""A channel and perhaps the name of a colour map, or the channels of red, green and blue."""
 
 
 @register
+@dataclass(eq=False)
 class Fields(Space):
     """Measurements ``[b, c, h, w]``.
 
@@ -68,55 +65,42 @@ class Fields(Space):
 
     metrics = ("spectra",)
 
-    def __init__(
-        self,
-        shape: Sequence[int],
-        low: Sequence[float] = (),
-        high: Sequence[float] = (),
-        *,
-        transform: Transform | None = None,
-        dtype: str = "float32",
-        show: str = "1:viridis",
-        has_missing: bool = False,
-        horizontal_flip: bool = False,
-        augmentation: float = 0.0,
-        files: Mapping[str, Any] | None = None,
-        sources: "Fields | None" = None,
-    ) -> None:
-        self.shape: tuple[int, ...] = tuple(shape)
-        channels = self.shape[0]
-        self.low, self.high = tuple(low) or (-1.0,) * channels, tuple(high) or (1.0,) * channels
-        self.transform, self.dtype, self.show, self.has_missing = transform or Linear(), dtype, show, has_missing
-        self.horizontal_flip, self.augmentation, self.sources = horizontal_flip, augmentation, sources
-        plain = {"suffix": ".npy", "dtype": dtype, "channels": channels, "channels_last": False}
-        self.files: dict[str, Any] = {**plain, **(files or {})}
+    shape: tuple[int, ...] = field()
+    low: Sequence[float] = ()
+    high: Sequence[float] = ()
+    _: KW_ONLY
+    transform: Transform = field(default_factory=Linear)
+    dtype: str = "float32"
+    show: str = "1:viridis"
+    has_missing: bool = False
+    horizontal_flip: bool = False
+    augmentation: float = 0.0
+    files: dict[str, Any] = field(default_factory=dict)
+    sources: "Fields | None" = None
+
+    def __post_init__(self) -> None:
+        self.shape, channels = tuple(self.shape), self.shape[0]
+        self.low, self.high = tuple(self.low) or (-1.0,) * channels, tuple(self.high) or (1.0,) * channels
+        plain = {"suffix": ".npy", "dtype": self.dtype, "channels": channels, "channels_last": False}
+        self.files = {**plain, **self.files}
         self.suffix: str = self.files["suffix"]
         if not len(self.low) == len(self.high) == channels:
-            raise ValueError(
-                f"low has {len(self.low)} and high {len(self.high)} values for {channels} channels: pass one for each"
-            )
-        for number, (least, most) in enumerate(zip(self.low, self.high, strict=True), 1):
-            if not least < most:
-                raise ValueError(f"the range of channel {number} is from {least:g} to {most:g}: pass MIN below MAX")
-            self.transform.check(least)
-        shown = SHOWN.fullmatch(show)
-        numbers = [int(each) for each in shown.groups()[:RGB] if each] if shown else [0]
-        if shown is None or not all(1 <= number <= channels for number in numbers):
-            raise ValueError(
-                f"{show} names no channels from 1 to {channels}: pass one with a colour map, like 1:viridis, or three, "
-                "like 3,2,1"
-            )
-        self.shown: list[int] = []
+            raise ValueError(f"low and high must have {channels} values, one for each channel")
+        numbers, _, name = self.show.partition(":")
+        self.shown = [int(number) - 1 for number in numbers.split(",") if number.isdecimal()]
         """Numbers of the channels that are rendered, from 0."""
-        self.shown, self._colour_map = [number - 1 for number in numbers], shown[4] or "viridis"
-        if len(self.shown) != RGB:
+        self._colour_map = name or "viridis"
+        if len(self.shown) not in (1, RGB) or not {*self.shown} <= {*range(channels)}:
+            raise ValueError(f"{self.show} names no channels from 1 to {channels}: pass 1:viridis, or three like 3,2,1")
+        if len(self.shown) == 1:
             colour_map(self._colour_map)  # raises an error for an unknown name
-        ends = torch.tensor([self.low, self.high], dtype=torch.float64)
-        bottom, top = self.transform(ends)
-        self._scale, self._offset = 2 / (top - bottom), -(top + bottom) / (top - bottom)
-        if not torch.cat((self._scale, self._offset)).float().isfinite().all():
-            raise ValueError("a range is too narrow for float32: pass a wider one")
-        self._placed: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        bottom, top = self.transform(torch.tensor([self.low, self.high], dtype=torch.float64))
+        scales = torch.stack((2 / (top - bottom), -(top + bottom) / (top - bottom))).float()[..., None, None]
+        self._scale, self._offset = scales
+        for number, (least, most) in enumerate(zip(self.low, self.high, strict=True)):
+            if not scales[:, number].isfinite().all() or scales[0, number] < 0:
+                ends = f"the range of channel {number + 1} is from {least:g} to {most:g}"
+                raise ValueError(f"{ends}: pass MIN below MAX, both with a finite {type(self.transform).__name__}")
 
     @classmethod
     def of(
@@ -149,13 +133,9 @@ class Fields(Space):
         if not isinstance(stored, Fields):
             raise UsageError(f"--space {cls.__name__} needs a folder of measurements: pass it with --dataset_path")
         low, high = range_of(value_range, stored, getattr(source, "images", None))
-        chosen = choose_named("space_options transform", Transform, transform)
-        for number, least in enumerate((*stored.low, *low)):
-            try:
-                chosen.check(least)
-            except ValueError as error:
-                channel = f"channel {number % len(low) + 1}, or its range, reaches down to {least:g}"
-                raise UsageError(f"--space_options transform={transform} {error}: {channel}") from error
+        chosen, least = choose_named("space_options transform", Transform, transform), min(*stored.low, *low)
+        if not chosen(torch.tensor(least)).isfinite():
+            raise UsageError(f"--space_options transform={transform} is undefined for the value {least:g}: pass asinh")
         sources = None
         if partner is not None:
             sources = cls.of(partner, shape, value_range=value_range, transform=transform, show=show)
@@ -163,17 +143,15 @@ class Fields(Space):
                 counts = f"{len(sources.low)} channels, and the fields to generate have {len(low)}"
                 raise UsageError(f"--source_path has {counts}: pass sources with the same number")
         try:
-            return cls(
-                (len(low), *shape[1:]),
-                low,
-                high,
+            return replace(
+                stored,
+                shape=(len(low), *shape[1:]),
+                low=low,
+                high=high,
                 transform=chosen,
-                dtype=stored.dtype,
                 show=show or stored.show,
-                has_missing=stored.has_missing,
                 horizontal_flip=horizontal_flip,
                 augmentation=augmentation,
-                files=stored.files,
                 sources=sources,
             )
         except ValueError as error:
@@ -195,17 +173,13 @@ class Fields(Space):
 
     def encode(self, data: Tensor) -> Tensor:
         """Return float32 in about [-1, 1], the centre of larger fields."""
-        scale, offset = self._scales(data.device)
+        scale, offset = self._scale.to(data.device), self._offset.to(data.device)
         return self.transform(cropped(data, self.shape).float()) * scale + offset
 
     def decode(self, x: Tensor) -> Tensor:
         """Return float32 in physical units."""
-        scale, offset = self._scales(x.device)
+        scale, offset = self._scale.to(x.device), self._offset.to(x.device)
         return self.transform.inverse((x.float() - offset) / scale)
-
-    def log_slope(self, data: Tensor) -> Tensor:
-        """Return the logarithm of the derivative of ``x`` by each value, float32 ``[b, c, h, w]``."""
-        return self.transform.log_slope(data.float()) + self._scales(data.device)[0].log()
 
     def augment_source(self, data: Tensor) -> Tensor:
         """Draw a variant of each row of sources, in physical units."""
@@ -221,18 +195,18 @@ class Fields(Space):
 
     def scaled_like(self, other: Space) -> "Fields":
         """Return this space with the ranges, the transforms and the file format of another."""
-        scale = ("low", "high", "transform", "dtype", "files", "sources")
-        theirs = {name: value for name, value in describe(other).items() if name in scale}
-        return cast(Fields, build(describe(self) | theirs))
+        kept = ("shape", "show", "has_missing", "horizontal_flip", "augmentation")
+        return replace(cast(Fields, other), **{name: getattr(self, name) for name in kept})
 
     def misfit(self, stored: Space) -> str | None:
         """Return the number and the type of the channels of ``stored``, if they are others."""
-        found = stored.files if isinstance(stored, Fields) else {"channels": "no", "dtype": "measurements"}
-        channels, dtype = (self.files[name] for name in ("channels", "dtype"))
-        if (found["channels"], found["dtype"]) == (channels, dtype):
-            return None
-        has = f"has {found['channels']} channels of {found['dtype']}"
-        return f"{has}, and the flow was trained on {channels} channels of {dtype}: pass such files"
+        ours, theirs = (
+            f"{each.files['channels']} channels of {each.files['dtype']}"
+            if isinstance(each, Fields)
+            else "no measurements"
+            for each in (self, stored)
+        )
+        return None if ours == theirs else f"has {theirs}, and the flow was trained on {ours}: pass such files"
 
     @property
     def input_suffixes(self) -> set[str]:
@@ -271,11 +245,9 @@ class Fields(Space):
     @property
     def summary(self) -> str:
         """The stored type, the ranges that are scaled to [-1, 1], and the transform."""
-        ranges = [f"{least:.6g} to {most:.6g}" for least, most in zip(self.low, self.high, strict=True)]
-        more = f", and {len(ranges) - MAX_NAMED} more" * (len(ranges) > MAX_NAMED)
+        ranges = ", ".join(f"{least:.6g} to {most:.6g}" for least, most in zip(self.low, self.high, strict=True))
         unknown = "; unknown values are left out of the loss" * self.has_missing
-        scaling = type(self.transform).__name__.lower()
-        return f"{self.dtype}, {', '.join(ranges[:MAX_NAMED])}{more}, {scaling}{unknown}"
+        return f"{self.dtype}, {ranges}, {type(self.transform).__name__.lower()}{unknown}"
 
     def to_stored(self, x: Tensor) -> Tensor:
         """Return fields of the stored type; integers are rounded and clipped to the range of the type."""
@@ -316,32 +288,11 @@ class Fields(Space):
         values = cropped(data.float(), self.shape)
         if not data.is_floating_point():
             values = values + randomness.rand("dequantisation", values.shape, values.device) - 0.5
-        log_volume = self.log_slope(values).double().flatten(1).mean(dim=1).cpu() / log(2)
+        log_slope = self.transform.log_slope(values) + self._scale.to(values.device).log()
+        log_volume = log_slope.double().flatten(1).mean(dim=1).cpu() / log(2)
         if not log_volume.isfinite().all():
             raise UsageError("--metric likelihood needs a transform with finite slopes, unlike sqrt at 0")
         return self.encode(values), log_volume
-
-    def problem_with(self, data: Tensor) -> str | None:
-        """Return a sentence on values that are infinite, or unknown where none should be."""
-        x = self.encode(data)
-        if x.isinf().any():
-            return "fields have infinite values: replace them by NaN"
-        if not self.has_missing and x.isnan().any():
-            return "fields have NaN, and the space was built without has_missing"
-        return None
-
-    @property
-    def noun(self) -> str:
-        """The number of channels and the sides of a field in words."""
-        channels, height, width = self.shape
-        size = str(width) if width == height else f"{width}x{height}"
-        return f"{channels} channel{'s' * (channels > 1)} of {size} px"
-
-    def _scales(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        if device not in self._placed:  # once, as a copy to the device waits for it
-            scale, offset = (each.float().to(device)[:, None, None] for each in (self._scale, self._offset))
-            self._placed[device] = scale, offset
-        return self._placed[device]
 
 
 def range_of(text: str, stored: Fields, images: Array | None) -> tuple[Sequence[float], Sequence[float]]:
@@ -357,12 +308,14 @@ def range_of(text: str, stored: Fields, images: Array | None) -> tuple[Sequence[
     """
     name, _, share = text.partition(":")
     percent, channels = as_number(share) if name == "percentile" else None, len(stored.low)
-    if percent is not None and 0 <= percent < 50 and images is not None:
+    if percent is not None and 0 <= percent < 50:
+        if images is None:  # the values are read later
+            return stored.low, stored.high
         pixels = images.reshape(*images.shape[:2], -1)
         some = pixels[..., :: 1 + pixels.size // MAX_VALUES].astype(np.float64)  # from every field
-        ends = np.nanpercentile(some, [percent, 100 - percent], axis=(0, 2))
-        return ends[0].tolist(), ends[1].tolist()
-    if text == "measured" or (percent is not None and 0 <= percent < 50):
+        low, high = np.nanpercentile(some, [percent, 100 - percent], axis=(0, 2)).tolist()
+        return low, high
+    if text == "measured":
         return stored.low, stored.high
     numbers = [number for part in text.split(",") if (number := as_number(part)) is not None]
     if len(numbers) != len(text.split(",")) or len(numbers) not in (2, 2 * channels):
@@ -374,11 +327,11 @@ def range_of(text: str, stored: Fields, images: Array | None) -> tuple[Sequence[
     return numbers[::2], numbers[1::2]
 
 
-def default_show(files: Mapping[str, Any]) -> str:
+def default_show(how: FieldFormat) -> str:
     """Return the default of ``show``: uint8 and uint16 in grey or RGB, other types in a colour map."""
-    if not str(files.get("dtype", "")).startswith(("uint8", "uint16")):
+    if how.dtype not in ("uint8", "uint16"):
         return "1:viridis"
-    return "1,2,3" if files["channels"] == RGB else "1:grey"
+    return "1,2,3" if how.channels == RGB else "1:grey"
 
 
 @cache

@@ -9,7 +9,7 @@ from rectified_flow.registry import register
 
 
 class Transform(ABC):
-    """An increasing function of a value in physical units, with its inverse.
+    """An increasing, differentiable function of a value in physical units, with its inverse.
 
     Register a subclass and keep its constructor's arguments as attributes, and ``--transform`` and checkpoints can name
     it.
@@ -17,18 +17,18 @@ class Transform(ABC):
 
     @abstractmethod
     def __call__(self, values: Tensor) -> Tensor:
-        """Transform values of any shape."""
+        """Transform values of any shape; those that have no transform become infinite or NaN."""
 
     @abstractmethod
     def inverse(self, values: Tensor) -> Tensor:
         """Return the values in physical units."""
 
-    @abstractmethod
+    @torch.enable_grad()
     def log_slope(self, values: Tensor) -> Tensor:
         """Return the logarithm of the derivative at values in physical units."""
-
-    def check(self, least: float) -> None:  # noqa: B027, as most take any
-        """Raise a ValueError, whose message is a predicate, if values of ``least`` and above cannot be transformed."""
+        values = values.detach().requires_grad_()
+        [slope] = torch.autograd.grad(self(values).sum(), values)
+        return slope.log()
 
 
 @register
@@ -43,10 +43,6 @@ class Linear(Transform):
         """Return the values."""
         return values
 
-    def log_slope(self, values: Tensor) -> Tensor:
-        """Return 0."""
-        return torch.zeros_like(values)
-
 
 @register
 class Log(Transform):
@@ -59,15 +55,6 @@ class Log(Transform):
     def inverse(self, values: Tensor) -> Tensor:
         """Return the exponentials."""
         return values.exp()
-
-    def log_slope(self, values: Tensor) -> Tensor:
-        """Return the logarithm of ``1 / v``."""
-        return -values.log()
-
-    def check(self, least: float) -> None:
-        """Raise a ValueError for values that are not positive."""
-        if least <= 0:
-            raise ValueError("is undefined for values of 0 or below; pass asinh or sqrt")
 
 
 @register
@@ -94,14 +81,10 @@ class Asinh(Transform):
         """Return ``scale * sinh(y)``."""
         return self.scale * torch.sinh(values)
 
-    def log_slope(self, values: Tensor) -> Tensor:
-        """Return the logarithm of ``1 / sqrt(v^2 + scale^2)``."""
-        return -torch.hypot(values, torch.tensor(self.scale, dtype=values.dtype, device=values.device)).log()
-
 
 @register
 class Sqrt(Transform):
-    """The square root, which evens out the noise of counts. Its inverse continues below 0 as ``-y^2``."""
+    """The square root, which evens out the noise of counts; for values below 0, minus that of their magnitude."""
 
     def __call__(self, values: Tensor) -> Tensor:
         """Return ``sqrt(v)``, and ``-sqrt(-v)`` below 0."""
@@ -110,12 +93,3 @@ class Sqrt(Transform):
     def inverse(self, values: Tensor) -> Tensor:
         """Return ``y |y|``."""
         return values * values.abs()
-
-    def log_slope(self, values: Tensor) -> Tensor:
-        """Return the logarithm of ``1 / (2 sqrt(v))``."""
-        return -torch.log(2 * values.abs().sqrt())
-
-    def check(self, least: float) -> None:
-        """Raise a ValueError for negative values."""
-        if least < 0:
-            raise ValueError("is for values of 0 and above; pass asinh")

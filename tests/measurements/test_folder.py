@@ -16,9 +16,10 @@ import pytest
 import tifffile
 from PIL import Image
 
+from rectified_flow.data.build import open_store
 from rectified_flow.data.open import space_of_folder
 from rectified_flow.errors import UsageError
-from rectified_flow.measurements.files import TYPES, FieldFormat, encode_field, is_measured, read_field, read_header
+from rectified_flow.measurements.files import TYPES, FieldFormat, encode_field, read_field, read_header
 from rectified_flow.measurements.folder import FieldFolder
 from rectified_flow.measurements.resizing import fit_field
 
@@ -56,12 +57,10 @@ def png(bits: int, colours: int, raw: bytes, width: int = 4, height: int = 4) ->
 
 
 FORMATS = [
-    FieldFormat(suffix, dtype, channels, last, flat, None, pages)
-    for suffix, types in ((".npy", TYPES), (".npz", TYPES), (".tif", TYPES))
-    for dtype in types
-    for channels, last, flat, pages in ((1, False, True, False), (3, False, False, False), (3, True, False, False))
-] + [
-    *(FieldFormat(".tif", dtype, 5, False, pages=True) for dtype in TYPES),
+    *(FieldFormat(suffix, dtype, 3, False) for suffix in (".npy", ".npz", ".tif") for dtype in TYPES),
+    *(FieldFormat(suffix, "int16", 1, False, True) for suffix in (".npy", ".npz", ".tif")),
+    *(FieldFormat(suffix, "float32", 3, True) for suffix in (".npy", ".npz", ".tif")),
+    FieldFormat(".tif", "float16", 5, False, pages=True),
     *(FieldFormat(".png", dtype, 1, False, True) for dtype in ("uint8", "uint16")),
     *(FieldFormat(".png", dtype, channels, True) for dtype in ("uint8", "uint16") for channels in (2, 3, 4)),
 ]
@@ -79,21 +78,17 @@ def test_a_field_is_written_and_read_to_the_bit(tmp_path: Path, how: FieldFormat
     assert read.flags.c_contiguous
     assert read.flags.writeable
     assert (folder.format, folder.size_of(0)) == (how, (10, 8))
-    assert FieldFormat(**dataclasses.asdict(folder.format)) == how
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("dtype", "options"),
     [
-        {"compression": "lzw"},
-        {"compression": "zlib", "predictor": True},
-        {"bigtiff": True},
-        {"byteorder": ">"},
-        {"tile": (16, 16)},
-        {"rowsperstrip": 3},
+        ("uint16", {"compression": "lzw"}),
+        ("float32", {"compression": "zlib", "predictor": True}),
+        ("uint16", {"bigtiff": True, "rowsperstrip": 3}),
+        ("float32", {"byteorder": ">", "tile": (16, 16)}),
     ],
 )
-@pytest.mark.parametrize("dtype", ["uint16", "float32"])
 def test_other_programs_tiff_files_are_read_to_the_bit(tmp_path: Path, options: dict[str, Any], dtype: str) -> None:
     values = random_field(dtype, 4, 20, 24)
     tifffile.imwrite(tmp_path / "a.tif", values, photometric="minisblack", **options)
@@ -133,8 +128,6 @@ def test_the_size_of_pixels_is_the_only_tag_that_is_copied(tmp_path: Path) -> No
     assert tags["ResolutionUnit"] == 3
     assert "42113" not in tags
     assert not tags.keys() & {"Software", "DateTime", "Artist", "ImageDescription"}
-    tifffile.imwrite(tmp_path / "b.tif", values[0])
-    assert FieldFolder(tmp_path).format.pixel_size is None, "the files differ"
 
 
 def test_other_arrays_are_read_in_the_order_of_the_machine(tmp_path: Path) -> None:
@@ -151,12 +144,10 @@ def test_values_are_rounded_and_clipped_when_they_are_written(tmp_path: Path) ->
     how = FieldFormat(".npy", "uint16", 1, False, True)
     (tmp_path / "a.npy").write_bytes(encode_field(np.array([[[1.5, 2.6, -3, 1e9, np.nan]]], np.float32), how))
     assert read_field(tmp_path / "a.npy", None).tolist() == [[[2, 3, 0, 65535, 0]]]
-    wide = dataclasses.replace(how, dtype="uint32")
-    (tmp_path / "a.npy").write_bytes(encode_field(np.array([[[2.0**33, 7]]], np.float32), wide))
-    assert read_field(tmp_path / "a.npy", None).tolist() == [[[2**32 - 1, 7]]]
-    half = dataclasses.replace(how, dtype="float16")
-    (tmp_path / "a.npy").write_bytes(encode_field(np.array([[[1e9, -1e9]]]), half))
-    assert read_field(tmp_path / "a.npy", None).tolist() == [[[65504, -65504]]]
+    for dtype, most in (("uint32", 2**32 - 1), ("float16", 65504)):
+        content = encode_field(np.array([[[1e10, 7]]], np.float32), dataclasses.replace(how, dtype=dtype))
+        (tmp_path / "a.npy").write_bytes(content)
+        assert read_field(tmp_path / "a.npy", None).tolist() == [[[most, 7]]]
 
 
 @pytest.mark.parametrize(("shape", "channels"), [((3, 9, 12), 3), ((9, 12, 3), 3), ((64, 128, 128), 64), ((9, 12), 1)])
@@ -171,11 +162,9 @@ def test_the_axis_of_channels_is_the_short_one(tmp_path: Path, shape: tuple[int,
 
 @pytest.mark.parametrize("shape", [(8, 8, 8), (9, 3, 9), (5, 9, 9), (65, 200, 200)])
 def test_a_doubt_about_the_axis_is_settled_by_the_flag(tmp_path: Path, shape: tuple[int, ...]) -> None:
-    file = save(tmp_path / "a.npy", np.zeros(shape, np.uint8))
-    with pytest.raises(UsageError, match=r"a\.npy is unclear: .* channels_last=True .* or channels_last=False"):
+    save(tmp_path / "a.npy", np.zeros(shape, np.uint8))
+    with pytest.raises(UsageError, match=r"ambiguous in the shape .* channels_last=True .* or channels_last=False"):
         FieldFolder(tmp_path)
-    with pytest.raises(UsageError, match="channels_last=True"):
-        read_field(file, None)
     first, last = (FieldFolder(tmp_path, channels_last=answer) for answer in (False, True))
     assert (first.load(0)[0].shape, last.load(0)[0].shape) == (shape, (shape[2], *shape[:2]))
     assert first.fingerprint != last.fingerprint
@@ -194,19 +183,17 @@ def test_sizes_may_differ_and_the_first_shape_decides(tmp_path: Path) -> None:
     [
         (np.zeros((3, 8, 8), np.uint8), "3 channels of uint8"),
         (np.zeros((2, 8, 8), np.float32), "2 channels of float32"),
-        (None, "1 channel of uint8 in .png"),
+        (None, "1 channel of uint8"),
     ],
 )
-def test_files_that_differ_are_named(tmp_path: Path, odd: Array | None, words: str) -> None:
-    for number in (1, 3, 4):
-        save(tmp_path / f"{number}.npy", np.zeros((3, 8, 8), np.float32))
+def test_a_file_that_differs_from_the_first_counts_as_broken(tmp_path: Path, odd: Array | None, words: str) -> None:
+    save(tmp_path / "1.npy", np.zeros((3, 8, 8), np.float32))
     if odd is None:
         Image.new("L", (8, 8)).save(tmp_path / "2.png")
     else:
         save(tmp_path / "2.npy", odd)
-    others = "and the 3 others have 3 channels of float32 in .npy: move it"
-    with pytest.raises(UsageError, match=rf"1 of 4 fields differ .*/2\.n?p.*, has {words}.*, {others}"):
-        FieldFolder(tmp_path, skip_unreadable=True)
+    with pytest.raises(ValueError, match=f"it has {words}, and the first file has 3 channels of float32"):
+        FieldFolder(tmp_path).load(1)
 
 
 def test_subfolders_are_classes_and_metadata_are_columns(tmp_path: Path) -> None:
@@ -227,37 +214,17 @@ def test_subfolders_are_classes_and_metadata_are_columns(tmp_path: Path) -> None
         FieldFolder(tmp_path / "dry/nothing")
 
 
-BAD_ARRAYS: dict[str, tuple[Any, str]] = {
-    "four axes": (np.zeros((1, 2, 3, 4)), r"its shape is \(1, 2, 3, 4\); save arrays of two axes"),
-    "one number": (np.zeros(()), r"its shape is \(\)"),
-    "complex": (np.zeros((4, 4), complex), "complex numbers; save the real and the imaginary part"),
-    "objects": (np.full((4, 4), None), "Python objects, which are never unpickled"),
-    "records": (np.zeros((4, 4), [("a", "f4")]), "it holds records"),
-    "empty": (np.zeros((0, 4)), r"it is empty: its shape is \(0, 4\)"),
-    "int64": (np.zeros((4, 4), int), "of the type int64; convert them to one of uint8, uint16"),
-    "texts": (np.full((4, 4), "a"), "of the type str32"),
-    "infinite": (np.array([[1, np.inf]]), "an infinite value; write NaN"),
-}
-
-
-@pytest.mark.parametrize("name", BAD_ARRAYS)
-@pytest.mark.parametrize("suffix", [".npy", ".npz"])
-def test_an_array_that_is_no_field_is_refused(tmp_path: Path, name: str, suffix: str) -> None:
-    values, words = BAD_ARRAYS[name]
-    file = tmp_path / f"a{suffix}"
-    with file.open("wb") as stream:
-        (np.save if suffix == ".npy" else np.savez)(stream, values)
-    with pytest.raises(UsageError, match=rf"a\{suffix} cannot be read as a field: .*{words}"):
-        read_field(file, None)
+def npy(values: Any) -> bytes:
+    content = io.BytesIO()
+    np.save(content, values)
+    return content.getvalue()
 
 
 def archive(*arrays: Array, method: int = zipfile.ZIP_DEFLATED, header: bytes = b"") -> bytes:
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w", method) as file:
         for number, values in enumerate(arrays):
-            stream = io.BytesIO()
-            np.save(stream, values)
-            file.writestr(f"arr_{number}.npy", header or stream.getvalue())
+            file.writestr(f"arr_{number}.npy", header or npy(values))
     return content.getvalue()
 
 
@@ -278,51 +245,62 @@ def with_height(content: bytes, height: int) -> bytes:
 
 
 def with_tile(content: bytes, height: int) -> bytes:
-    """A TIFF file whose last page declares tiles of another height."""
-    changed, page = bytearray(content), tifffile.TiffFile(io.BytesIO(content)).pages[-1]
+    """A TIFF file that declares tiles of another height."""
+    changed, page = bytearray(content), tifffile.TiffFile(io.BytesIO(content)).pages[0]
     struct.pack_into("<HII", changed, page.tags["TileLength"].offset + 2, 4, 1, height)  # type: ignore[union-attr]
+    return bytes(changed)
+
+
+def with_circle(content: bytes) -> bytes:
+    """A TIFF file whose page 150 is followed by page 121."""
+    changed, pages = bytearray(content), tifffile.TiffFile(io.BytesIO(content)).pages
+    last, count = pages[149].offset, len(pages[149].tags)  # type: ignore[union-attr]
+    struct.pack_into("<I", changed, last + 2 + 12 * count, pages[120].offset)
     return bytes(changed)
 
 
 HUGE = "{'descr': '<f8', 'fortran_order': False, 'shape': (%s), }\n"
 SMALL, EMPTY = np.zeros((8, 8), np.float32), zlib.compress(b"")
 HOSTILE: dict[str, tuple[str, bytes, str]] = {
-    "many values": (".npy", npy_header(HUGE % "1000000, 1000000"), "declares 1000000000000 values, more than"),
-    "more than the file": (".npy", npy_header(HUGE % "1000, 1000") + bytes(800), "too small to hold"),
-    "negative": (".npy", npy_header(HUGE % "-4, 4") + bytes(800), "it is empty"),
+    "four axes": (".npy", npy(np.zeros((1, 2, 3, 4))), r"its shape is \(1, 2, 3, 4\); save arrays of two axes"),
+    "one number": (".npz", archive(np.zeros(())), r"its shape is \(\)"),
+    "complex": (".npy", npy(np.zeros((4, 4), complex)), "of the type complex128; convert them to one of uint8, uint16"),
+    "objects": (".npy", npy(np.full((4, 4), None)), "of the type object"),
+    "objects in an archive": (".npz", archive(np.full((4, 4), None)), "of the type object"),
+    "records": (".npy", npy(np.zeros((4, 4), [("a", "f4")])), "of the type void"),
+    "empty": (".npy", npy(np.zeros((0, 4))), r"its shape is \(0, 4\)"),
+    "int64": (".npy", npy(np.zeros((4, 4), int)), "of the type int64"),
+    "infinite": (".npy", npy(np.array([[1, np.inf]])), "an infinite value; write NaN"),
+    "many values": (".npy", npy_header(HUGE % "1000000, 1000000"), "too small to hold"),
+    "more than the file": (".npy", npy_header(HUGE % "1000, 1000") + bytes(800), "Failed to read all data"),
+    "less than the file": (".npy", npy_header(HUGE % "4, 4") + bytes(800), "more values than its header declares"),
+    "negative": (".npy", npy_header(HUGE % "-4, 4") + bytes(800), r"its shape is \(-4, 4\)"),
     "long header": (".npy", b"\x93NUMPY\2\0" + struct.pack("<I", 10**8) + b" " * 20000, "expected 100000000 bytes"),
     "long text": (".npy", npy_header(" " * 15000, b"\2\0"), "large and may not be safe"),
     "nested": (".npy", npy_header("-" * 9000 + "1"), "."),
-    "cut header": (".npy", b"\x93NUM", "reading magic string"),
     "nothing": (".npy", b"", "reading magic string"),
     "bomb": (".npz", archive(SMALL, header=npy_header(HUGE % "9000, 9000") + bytes(10**6)), "too small to hold"),
     "long bomb": (".npz", archive(SMALL, header=npy_header(HUGE % "2, 2") + bytes(10**6)), "more values than its"),
     "cut archive": (".npz", archive(SMALL)[:-30], "not a zip file"),
     "damaged archive": (".npz", archive(SMALL, method=0).replace(bytes(9), bytes(8) + b"\1", 1), "Bad CRC-32"),
-    "two arrays": (".npz", archive(SMALL, SMALL), r"2 arrays \(arr_0, arr_1\); save one"),
-    "no arrays": (".npz", archive(), "0 arrays"),
-    "other compression": (".npz", archive(SMALL, method=zipfile.ZIP_LZMA), "by numpy.savez_compressed"),
-    "not an archive": (".npz", b"PK", "not a zip file"),
-    "large tiff": (".tif", with_height(tiff(SMALL), 10**6), "too small to hold"),
-    "largest tiff": (".tif", with_height(tiff(SMALL), 2**30), "declares 8589934592 values"),
+    "two arrays": (".npz", archive(SMALL, SMALL), "2 arrays; save one"),
+    "large tiff": (".tif", with_height(tiff(SMALL), 10**6), "failed to read"),
+    "largest tiff": (".tif", with_height(tiff(SMALL), 2**30), "too small to hold"),
     "large compressed tiff": (".tif", with_height(tiff(SMALL, compression="zlib"), 10**8), "too small to hold"),
-    "large tile": (".tif", with_tile(tiff(np.zeros((2, 8, 8)), tile=(16, 16), compression="lzw"), 2**24), "too small"),
-    "large stack": (".tif", tiff(SMALL, description="ImageJ=1.54f\nimages=3\nslices=3"), "more images than it has"),
-    "cut tiff": (".tif", tiff(SMALL)[:-9], "it is cut off"),
-    "cut compressed tiff": (".tif", tiff(random_field("uint16", 1), compression="zlib")[:-9], "it is cut off"),
-    "tiff without pages": (".tif", b"II*\0\0\0\0\0", "."),
+    "large tile": (".tif", with_tile(tiff(np.zeros((8, 8)), tile=(16, 16), compression="lzw"), 2**24), "too small"),
+    "cut tiff": (".tif", tiff(SMALL)[:-9], "failed to read"),
+    "cut compressed tiff": (".tif", tiff(random_field("uint16", 1), compression="lzw")[:-9], "cannot be reshaped"),
     "no tiff": (".tif", b"II", "."),
-    "lossy": (".tif", tiff(np.zeros((16, 16), np.uint8), compression="jpeg"), "it with none, LZW"),
     "palette tiff": (".tif", tiff(np.zeros((4, 4), np.uint8), photometric="palette",
                                   colormap=np.zeros((3, 256), np.uint16)), "it has a palette"),
-    "complex tiff": (".tif", tiff(np.zeros((4, 4), np.complex64)), "complex numbers"),
+    "complex tiff": (".tif", tiff(np.zeros((4, 4), np.complex64)), "of the type complex64"),
     "pages of colours": (".tif", tiff(np.zeros((2, 4, 4, 3), np.uint8), photometric="rgb"), "2 pages of shape"),
+    "circle of pages": (".tif", with_circle(tiff(np.zeros((150, 2, 2), np.uint8))), "more than 4096 pages"),
     "large png": (".png", png(8, 0, EMPTY, 30000, 30000), "too small to hold"),
     "empty png": (".png", png(8, 0, EMPTY), "."),
-    "empty colours": (".png", png(16, 2, EMPTY), "."),
     "damaged colours": (".png", png(16, 2, zlib.compress(bytes(100))[:-2] + b"no"), "."),
     "palette": (".png", png(8, 3, EMPTY), "it has a palette"),
-    "one bit": (".png", png(1, 0, EMPTY), "it has 1 bits per value"),
+    "one bit": (".png", png(1, 0, EMPTY), "less than 8 bits"),
     "no png": (".png", b"\xff\xd8\xff", "not a PNG file"),
 }  # fmt: skip
 
@@ -330,20 +308,10 @@ HOSTILE: dict[str, tuple[str, bytes, str]] = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_damaged_or_hostile_file_ends_in_a_sentence(tmp_path: Path, name: str) -> None:
     suffix, content, words = HOSTILE[name]
-    (tmp_path / f"a{suffix}").write_bytes(content)
-    with pytest.raises(UsageError, match=rf"a\{suffix} cannot be read as a field: .*({words})"):
-        read_field(tmp_path / f"a{suffix}", None)
-
-
-def test_pages_that_lead_in_circles_end(tmp_path: Path) -> None:
-    content = bytearray(tiff(np.zeros((150, 2, 2), np.uint8)))
-    pages = tifffile.TiffFile(io.BytesIO(bytes(content))).pages
-    last, count = pages[149].offset, len(pages[149].tags)  # type: ignore[union-attr]
-    struct.pack_into("<I", content, last + 2 + 12 * count, pages[120].offset)
-    (tmp_path / "a.tif").write_bytes(content)
-    with pytest.raises(UsageError, match="more than 4096 pages"):
-        read_field(tmp_path / "a.tif", None)
-    assert is_measured(tmp_path / "a.tif")
+    save(tmp_path / "0.npy", SMALL)
+    (tmp_path / f"1{suffix}").write_bytes(content)
+    with pytest.raises(UsageError, match=rf"broken image .*1\{suffix} \(.*({words}).*\): remove it"):
+        open_store(FieldFolder(tmp_path), 8, cache_dir=tmp_path / "cache")
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "loop", "gone"])
@@ -354,25 +322,20 @@ def test_only_regular_files_are_read(tmp_path: Path, kind: str) -> None:
         os.mkfifo(odd)
     else:
         odd.symlink_to({"device": "/dev/zero", "loop": odd.name, "gone": "nowhere"}[kind])
-    for skip in (False, True):
-        folder = FieldFolder(tmp_path, skip_unreadable=skip)
-        assert len(folder) == 2
-        with pytest.raises(OSError, match=r"regular file|symbolic links|No such file"):
-            folder.load(1)
+    folder = FieldFolder(tmp_path)
+    with pytest.raises(OSError, match=r"regular file|symbolic links|No such file"):
+        folder.load(1)
 
 
-def test_a_broken_file_fails_when_it_is_loaded(tmp_path: Path) -> None:
+def test_the_first_file_that_can_be_read_decides(tmp_path: Path) -> None:
     save(tmp_path / "1.npy", SMALL)
     (tmp_path / "0.npy").write_bytes(b"broken")
     folder = FieldFolder(tmp_path)
     assert folder.load(1)[0].shape == (1, 8, 8)
     with pytest.raises(ValueError, match="magic string"):
         folder.load(0)
-    save(tmp_path / "1.npy", SMALL.astype(np.float64))
-    with pytest.raises(ValueError, match="it has changed since"):
-        folder.load(1)
     (tmp_path / "1.npy").unlink()
-    with pytest.raises(UsageError, match=r"none of the 1 fields in .* can be read; the first is .*0\.npy: .*magic"):
+    with pytest.raises(UsageError, match=r"holds no field that can be read; the first is .*0\.npy \(.*magic"):
         FieldFolder(tmp_path)
 
 
@@ -381,7 +344,7 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     how = FieldFormat(Path(name).suffix, "uint16", 3, True)
     (tmp_path / name).write_bytes(encode_field(random_field("uint16"), how))
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(UsageError, match=f"needs {package}: pip install tifffile imagecodecs"):
+    with pytest.raises(UsageError, match=f"need {package}: pip install tifffile imagecodecs"):
         FieldFolder(tmp_path, skip_unreadable=True)
     assert space_of_folder(tmp_path)
 
@@ -398,12 +361,13 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("a.tif", np.zeros((4, 4, 3), np.uint8), False),
         ("a.tif", np.zeros((4, 4, 4), np.uint8), False),
         ("a.tif", np.zeros((4, 4, 5), np.uint8), True),
+        ("a.tif", np.zeros((2, 4, 4), np.uint8), True),
         ("a.jpg", np.zeros((4, 4), np.uint8), False),
     ],
 )
 def test_measurements_are_told_from_pictures(tmp_path: Path, name: str, values: Array, measured: bool) -> None:
     if name == "a.tif":
-        planar = "contig" if values.ndim == 3 else None
+        planar = "contig" if values.shape[0] == 4 and values.ndim == 3 else None
         (tmp_path / name).write_bytes(tiff(values, planarconfig=planar, bigtiff=values.dtype != np.uint8))
     else:
         Image.fromarray(values).save(tmp_path / name)
@@ -416,12 +380,6 @@ def test_measurements_are_told_from_pictures(tmp_path: Path, name: str, values: 
     assert space_of_folder(tmp_path)
 
 
-def test_a_folder_of_pages_or_of_nothing(tmp_path: Path) -> None:
-    assert not space_of_folder(tmp_path)
-    (tmp_path / "a.tif").write_bytes(tiff(np.zeros((2, 4, 4), np.uint8)))
-    assert space_of_folder(tmp_path)
-
-
 def test_a_field_of_the_right_size_is_returned_as_it_is() -> None:
     values = random_field("float32")
     assert fit_field(values, (10, 8)) is values
@@ -429,8 +387,8 @@ def test_a_field_of_the_right_size_is_returned_as_it_is() -> None:
     assert np.array_equal(fit_field(values, (7, 8)), values[:, :, 1:8], equal_nan=True)
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("size", [(7, 7), (30, 17), (1, 1), (40, 40)])
+@pytest.mark.parametrize("dtype", ["uint32", "float16", "float64"])
+@pytest.mark.parametrize("size", [(7, 7), (30, 17), (40, 40)])
 @pytest.mark.parametrize("pad", [False, True])
 def test_a_constant_stays_constant(dtype: str, size: tuple[int, int], pad: bool) -> None:
     number = 0.3 if np.dtype(dtype).kind == "f" else np.iinfo(dtype).max

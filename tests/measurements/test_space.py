@@ -23,14 +23,6 @@ def test_a_transform_its_inverse_and_its_slope(transform: Transform) -> None:
     assert torch.allclose(transform.log_slope(values), slopes.log(), rtol=1e-10, atol=1e-10)
 
 
-def test_transforms_that_do_not_suit() -> None:
-    for transform, least in ((Log(), 0.0), (Sqrt(), -1.0)):
-        with pytest.raises(ValueError, match="pass asinh"):
-            transform.check(least)
-    with pytest.raises(ValueError, match="must be positive"):
-        Asinh(0)
-
-
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_ends_of_the_range_are_one_and_values_come_back(transform: Transform) -> None:
     space = Fields((2, 1, 3), (1.0, 200.0), (5.0, 6000.0), transform=transform)
@@ -90,8 +82,8 @@ def test_three_channels_as_colours() -> None:
         ({"show": "1,2"}, "names no channels"),
         ({"show": "1:rainbows"}, "no colour map rainbows"),
         ({"low": (0.0, 1.0), "high": (1.0, 1.0)}, "the range of channel 2 is from 1 to 1"),
-        ({"low": (0.0,), "high": (1.0,)}, "low has 1 and high 1 values for 2 channels"),
-        ({"low": (0.0, 1.0), "high": (1.0, 2.0), "transform": Log()}, "0 or below"),
+        ({"low": (0.0,), "high": (1.0,)}, "low and high must have 2 values"),
+        ({"low": (0.0, 1.0), "high": (1.0, 2.0), "transform": Log()}, "channel 1 is from 0 to 1: .* a finite Log"),
     ],
 )
 def test_bad_arguments(how: dict[str, object], sentence: str) -> None:
