@@ -172,7 +172,6 @@ class Labels(WrittenCondition):
     names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "names", tuple(self.names))
         if len(self.names) not in (0, self.num_classes):
             raise ValueError(f"there are {len(self.names)} names for {self.num_classes} classes")
 
@@ -270,7 +269,6 @@ class Number(WrittenCondition):
     quantiles: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "quantiles", tuple(self.quantiles))
         if len(self.quantiles) < 2 or not all(low <= high for low, high in pairwise(self.quantiles)):
             raise ValueError("the quantiles of a number must be at least two, in ascending order")
 
@@ -425,9 +423,6 @@ class Picture(Condition):
     """
 
     shape: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", tuple(self.shape))
 
     def none(self, count: int, device: torch.device) -> Tensor:
         """Return ``count`` rows of "none"."""

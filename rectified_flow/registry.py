@@ -117,7 +117,7 @@ def describe(value: object) -> dict[str, Any]:
 
 
 def build(description: Mapping[str, Any]) -> Any:
-    """Build the object that :func:`describe` described.
+    """Build the object that :func:`describe` described; lists become tuples.
 
     Raises:
         UsageError: if a class is not registered, or its arguments are invalid.
@@ -175,13 +175,8 @@ def _check_arguments(kind: type, arguments: dict[str, Any]) -> None:
             annotation = parameters[name].annotation
             if isinstance(value, str) and Path in (annotation, *get_args(annotation)):
                 arguments[name] = Path(value)  # a description holds a path as text
-            if (problem := misfit(_with_tuples(arguments[name]), annotation)) is not None:
+            if (problem := misfit(arguments[name], annotation)) is not None:
                 raise UsageError(f"{name} is {problem}")
-
-
-def _with_tuples(value: Any) -> Any:
-    """Return lists as tuples, which fit any annotation of a sequence."""
-    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
 
 
 def _plain(value: object, name: str) -> Any:
@@ -200,7 +195,7 @@ def _plain(value: object, name: str) -> Any:
 
 def _built(value: Any) -> Any:
     if isinstance(value, list):
-        return [_built(each) for each in value]
+        return tuple(_built(each) for each in value)
     if isinstance(value, Mapping):
         return build(value) if "kind" in value else {key: _built(each) for key, each in value.items()}
     return value

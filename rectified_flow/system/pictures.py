@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from io import BytesIO
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -57,7 +57,6 @@ LEAST_WIDTH, TEXT_LINES, TEXT_SIZE = 112, 3, 11
 """Least width of a picture with a text [px], number of lines of the text, and size of its letters [px]."""
 BAR_HEIGHT = 10
 """Height of the bar of a legend [px]."""
-Align = Literal["left", "center", "right"]
 
 
 def open_picture(source: Path | IO[bytes]) -> Image.Image:
@@ -165,12 +164,14 @@ class Legend:
 
     def draw(self, width: int) -> Tensor:
         """Draw the colours as a bar above the values at its ends, uint8 ``[3, h, width]``."""
+        from torchvision.transforms.functional import pil_to_tensor  # takes seconds to load
+
         places = torch.linspace(0, len(self.colours) - 1, width).round().long()
         bar = self.colours.cpu()[places].T[:, None].expand(-1, BAR_HEIGHT, -1)
-        height = TEXT_SIZE + 5
-        left, right = text_picture(self.least, width, height), text_picture(self.greatest, width, height, align="right")
-        middle = text_picture(self.name, width, height, align="center")
-        return torch.cat((bar, torch.minimum(torch.minimum(left, right), middle)), dim=1)
+        image, font = Image.new("RGB", (width, TEXT_SIZE + 5), "white"), ImageFont.load_default(TEXT_SIZE)
+        for x, anchor, text in ((2, "la", self.least), (width // 2, "ma", self.name), (width - 2, "ra", self.greatest)):
+            ImageDraw.Draw(image).text((x, 1), text, "black", font, anchor)
+        return torch.cat((bar, pil_to_tensor(image)), dim=1)
 
 
 def to_grid(
@@ -204,21 +205,18 @@ def _enlarged(images: Tensor) -> Tensor:
     return images.repeat_interleave(factor, dim=-2).repeat_interleave(factor, dim=-1)
 
 
-def text_picture(text: str, width: int, height: int, align: Align = "left") -> Tensor:
+def text_picture(text: str, width: int, height: int) -> Tensor:
     """Return a text, black on white and broken into lines that fit, as a picture uint8 ``[3, height, width]``."""
     from torchvision.transforms.functional import pil_to_tensor
 
-    image, font = Image.new("RGB", (width, height), "white"), ImageFont.load_default(TEXT_SIZE)
-    canvas, lines = ImageDraw.Draw(image), [""]
+    image, font, lines = Image.new("RGB", (width, height), "white"), ImageFont.load_default(TEXT_SIZE), [""]
     for word in text.split():
         longer = f"{lines[-1]} {word}".strip()
-        if canvas.textlength(longer, font) <= width - 4:
+        if not lines[-1] or font.getlength(longer) <= width - 4:
             lines[-1] = longer
         else:
             lines.append(word)
-    place, anchor = {"left": (2, "la"), "center": (width // 2, "ma"), "right": (width - 2, "ra")}[align]
-    written = "\n".join(line for line in lines if line)
-    canvas.multiline_text((place, 1), written, "black", font, anchor, spacing=2, align=align)
+    ImageDraw.Draw(image).multiline_text((2, 1), "\n".join(lines), "black", font, spacing=2)
     return pil_to_tensor(image)
 
 
@@ -243,24 +241,14 @@ def encode_picture(pixels: np.ndarray[Any, Any], suffix: str = ".png", **options
     return content.getvalue()
 
 
-def encode_motion(frames: Sequence[np.ndarray[Any, Any]], pauses: Sequence[int], suffix: str = ".gif") -> bytes:
-    """Return the bytes of a GIF or WebP that repeats frames ``[h, w, 3]``, each shown for some milliseconds."""
-    rest = [Image.fromarray(frame) for frame in frames[1:]]
-    options = {"quality": 90} if suffix == ".webp" else {}
-    return encode_picture(
-        frames[0], suffix, save_all=True, append_images=rest, duration=list(pauses), loop=0, **options
-    )
-
-
 def write_motion(path: Path, frames: Sequence[np.ndarray[Any, Any]], pauses: Sequence[int]) -> Path:
-    """Write frames as :func:`encode_motion` encodes them, whole or not at all; return ``path``.
+    """Write a GIF that repeats frames ``[h, w, 3]``, each shown for some milliseconds; return ``path``.
 
     Raises:
         RunError: if that fails.
     """
-    with writing(path):
-        write_output(path, encode_motion(frames, pauses), durable=False)
-    return path
+    rest = [Image.fromarray(frame) for frame in frames[1:]]
+    return write_picture(path, frames[0], save_all=True, append_images=rest, duration=list(pauses), loop=0)
 
 
 def write_picture(path: Path, pixels: np.ndarray[Any, Any], **options: Any) -> Path:

@@ -43,9 +43,6 @@ class Caption(WrittenCondition):
     tokens: int = 0
     examples: tuple[str, ...] = ()
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "examples", tuple(self.examples))
-
     @classmethod
     def fit(cls, texts: Sequence[str], **options: Any) -> Self:
         """Return captions for the texts of a column.
