@@ -121,18 +121,18 @@ class FieldFolder(FileFolder):
         self.notes.append(f"read {self.format.suffix} files of shape {header.shape} as {size}")
         self.fingerprint = f"{self.fingerprint} fields {channels_last}"
 
-    def load(self, index: int) -> tuple[Array, int]:
-        """Return a field ``[c, h, w]``, and its label or -1; NaN is unknown.
+    def read(self, file: Path) -> Array:
+        """Return a field ``[c, h, w]``; NaN is unknown.
 
         Raises:
             Exception: of many types, if the file is broken.
         """
-        values, how = read_field(self.files[index], self.channels_last), self.format
+        values, how = read_field(file, self.channels_last), self.format
         # A file without a mark for unknown values is read like the first, which has one.
         if len(values) != how.channels or values.dtype.name not in (how.dtype, self._integers):
             usual = f"{_in_words(how.channels)} of {how.dtype}"
             raise ValueError(f"it has {_in_words(len(values))} of {values.dtype}, and the first file has {usual}")
-        return values.astype(how.dtype), self._labels[index]
+        return values.astype(how.dtype)
 
     def size_of(self, index: int) -> tuple[int, int]:
         """Return the width and height of a field [px]."""

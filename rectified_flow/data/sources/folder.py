@@ -8,7 +8,7 @@ from contextlib import suppress
 from hashlib import blake2b
 from os.path import commonpath
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from PIL import Image
 from tqdm.auto import tqdm
@@ -111,6 +111,14 @@ class FileFolder(ImageSource):
     def __len__(self) -> int:
         return len(self.files)
 
+    def read(self, file: Path) -> Any:
+        """Return the contents of a file, decoded or not, for the rows of a store. Any exception means a broken file."""
+        raise NotImplementedError
+
+    def load(self, index: int) -> tuple[Any, int]:
+        """Return the contents of a file, and its label or -1."""
+        return self.read(self.files[index]), self._labels[index]
+
     def describe(self, index: int) -> str:
         """Return the path of a file."""
         return printable(self.files[index])
@@ -137,9 +145,9 @@ class PictureFolder(FileFolder):
 
     suffixes, other_suffixes, kind = IMAGE_SUFFIXES, OTHER_SUFFIXES, "pictures"
 
-    def load(self, index: int) -> tuple[Image.Image, int]:
-        """Return an undecoded image, and its label or -1."""
-        return open_picture(self.files[index]), self._labels[index]
+    def read(self, file: Path) -> Image.Image:
+        """Return an undecoded image."""
+        return open_picture(file)
 
 
 def narrow(folder: Path, files: Sequence[Path], split: str) -> tuple[Path, list[Path]]:
