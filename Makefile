@@ -35,7 +35,7 @@ soak: $(READY_DEV)  ## train while processes are killed and files damaged, some 
 several-machines: $(READY_DEV)  ## train on two network namespaces: needs root
 	$(BIN)/python -m tests.several_machines
 
-bench: $(READY_DEV)  ## measure speed beside a peer, at most 20 minutes of a quiet CPU
+bench: $(READY_DEV)  ## measure speed beside a peer, at most 12 minutes of a quiet CPU
 	$(call install_into_venv,-e ".[benchmark]")
 	$(BIN)/python benchmarks/bench.py
 

@@ -1,6 +1,6 @@
 """`make bench`: run every speed benchmark, print one table and write it to benchmarks/README.md.
 
-Each part has a limit of time, 20 minutes together on a CPU: rounds end early on a slow machine, and a part that has no
+Each part has a limit of time, 12 minutes together on a CPU: rounds end early on a slow machine, and a part that has no
 result by then is reported as not measured. A new table replaces the previous one of the same kind of machine. Needs
 `pip install -e ".[benchmark]"`.
 """
@@ -26,39 +26,25 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import data_speed
 import mean_flow
-import ranks
-import starting
-import step_parts
 import training_speed
 from turns import PEER, Row, describe_machine, print_rows
 
 RESULTS = Path(__file__).with_name("README.md")
 GPUS = torch.cuda.device_count()
 # GPUs get larger workloads: a GPU finishes the CPU's workloads before its clock has ramped up.
-LIMITS = {"training": 6.5, "data": 3.0, "starting": 2.0, "mean_flow": 2.0, "step": 3.0, "ranks": 3.0}
-"""Minutes after which a part is ended, 19.5 together; on a GPU they are twice as long, as compiling takes minutes."""
+LIMITS = {"training": 6.5, "data": 3.0, "mean_flow": 2.0}
+"""Minutes after which a part is ended; on a GPU they are twice as long, as compiling takes minutes."""
 ROUNDS = 0.6
 """Share of its limit after which a part starts no further round."""
 TRAINING = training_speed.Flags(image_sizes=(64, 128), steps=50, warm_up=30) if GPUS else training_speed.Flags()
 MEAN_FLOW = mean_flow.Flags(image_size=64, batch_size=128, compile=True) if GPUS else mean_flow.Flags(rounds=5)
-STEP = (
-    step_parts.Flags(image_size=64, batch_size=64, mixed_precision="bf16", compile=True) if GPUS else step_parts.Flags()
-)
-RANKS = ranks.Flags(image_size=64, dim=64, batch_size=64, processes=GPUS, steps=50) if GPUS else ranks.Flags()
-Part = Literal["training", "data", "starting", "mean_flow", "step", "ranks"]
+Part = Literal["training", "data", "mean_flow"]
 PARTS: dict[Part, Callable[[float], list[Row]]] = {
     "training": lambda minutes: training_speed.measure_rows(replace(TRAINING, minutes=minutes)),
     "data": lambda minutes: data_speed.measure_rows(data_speed.Flags(minutes=minutes)),
-    "starting": lambda minutes: starting.measure_rows(starting.Flags(minutes=minutes)),
     "mean_flow": lambda minutes: mean_flow.measure_rows(replace(MEAN_FLOW, minutes=minutes)),
-    "step": lambda minutes: step_parts.measure_rows(replace(STEP, minutes=minutes)),
-    "ranks": lambda minutes: [] if GPUS == 1 else ranks.measure_rows(replace(RANKS, minutes=minutes)),
 }
-CLOCK = (
-    "Wall time on the GPU, but processor time for the start-up"
-    if GPUS
-    else "Processor time of one thread, but wall time for the parts of a step and for several processes"
-)
+CLOCK = "Wall time on the GPU" if GPUS else "Processor time of one thread"
 
 
 @dataclass(frozen=True)

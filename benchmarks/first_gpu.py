@@ -34,8 +34,7 @@ from torchvision.io import write_png
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from step_parts import synchronized
-from turns import describe_machine, forward_flops, multiplication_rate
+from turns import describe_machine, forward_flops, multiplication_rate, synchronized
 
 from rectified_flow.cli import build
 from rectified_flow.cli.config import FlowConfig, NetworkConfig, OneStepConfig, TrainConfig

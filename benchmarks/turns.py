@@ -223,3 +223,12 @@ def print_rows(rows: Sequence[Row]) -> str:
     lines = ["| what | against | aim | measured | |", "|---|---|---|---|---|"]
     lines += [f"| {row.what} | {row.against} | {row.aim} | **{row.measured}** | {row.remark} |" for row in rows]
     return "\n".join(lines)
+
+
+def synchronized(action: Callable[[], object]) -> float:
+    """Seconds until ``action`` and all the device work that it launches are finished."""
+    wait_for_device()
+    began = time.perf_counter()
+    action()
+    wait_for_device()
+    return time.perf_counter() - began

@@ -81,7 +81,7 @@ def test_rounds_end_when_their_time_is_over(tmp_path: Path) -> None:
 def test_a_part_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
     import bench
 
-    [row] = bench.measure_part("step", 0)
+    [row] = bench.measure_part("data", 0)
     assert (row.measured, row.remark) == ("not measured", "not within 0 minutes on this machine")
     sleeps = f"import time; time.sleep({PATIENCE})"
     starts = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {sleeps!r}])"
@@ -96,7 +96,7 @@ def test_a_part_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     import bench
 
     monkeypatch.setattr(bench, "_measure", fail)
-    [row] = bench.measure_part("step", PATIENCE / 60)
+    [row] = bench.measure_part("data", PATIENCE / 60)
     assert row.remark == "failed, see the error above"
 
 
@@ -119,17 +119,6 @@ def test_slow_bf16_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_every_benchmark_imports(name: str) -> None:
     """Without the peer, which only ``pip install -e .[benchmark]`` brings."""
     importlib.import_module(name)
-
-
-@pytest.mark.slow
-def test_a_tiny_table_of_the_parts_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import step_parts
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("RECTIFIED_FLOW_CACHE", str(tmp_path))
-    rows = step_parts.measure_rows(step_parts.Flags(image_size=8, dim=8, batch_size=2, rounds=1))
-    assert len(rows) == 6
-    assert {row.against for row in rows} == {step_parts.PLAIN, step_parts.STEPS}
 
 
 @pytest.mark.slow
