@@ -109,7 +109,7 @@ def test_a_card_of_a_flow_from_pictures_samples_from_them(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--license mit", "--license has no effect without --save_pretrained: pass both"),
+        ("--license mit", "--license needs --save_pretrained: pass both"),
         ("--license MIT --save_pretrained model", "is not a license id of the hub: choose one such as mit"),
     ],
 )

@@ -13,15 +13,7 @@ from typing import Any
 from torch.export import Dim
 
 from rectified_flow.cli.flags.sampling import ExportConfig
-from rectified_flow.cli.network_call import (
-    MODEL_FILE,
-    NetworkCall,
-    check,
-    describe,
-    load,
-    to_onnx,
-)
-from rectified_flow.condition import WrittenCondition
+from rectified_flow.cli.network_call import MODEL_FILE, NetworkCall, check, describe, load, to_onnx
 from rectified_flow.errors import UsageError
 from rectified_flow.load import model_hash, read_trained
 from rectified_flow.runs import checkpoint
@@ -55,7 +47,8 @@ def export(config: ExportConfig) -> None:
     call, is_page = NetworkCall(trained.flow), flags.format == "page"
     if is_page:
         _check_page(call)
-    encoder = _companion(call.kinds, is_page)
+    companions = (kind.companion(is_page=is_page) for kind in call.kinds.values())
+    encoder = next((each for each in companions if each), None)  # all captions of a run have the same
     # a preview of a flow from pictures shows pictures of the data, which need not be public
     thumbnail = None if trained.flow.takes_source else newest_samples(trained.run_folder)
     files = page_sources(thumbnail) if is_page else {}
@@ -77,10 +70,9 @@ def export(config: ExportConfig) -> None:
         bar.update()
         if encoder:
             bar.set_description("converting the text encoder")
-            texts = [text for kind in call.kinds.values() for text in kind.examples]
-            more, found = encoder.write(texts, flags.half)
+            more, found = encoder.write(flags.half)
             files |= more
-            size = f"{len(more[encoder.files[0]]) / 1e6:.1f} MB, from {encoder.name}"
+            size = f"{len(more[encoder.files[0]]) / 1e6:.1f} MB, from {encoder.encoder.name}"
             report["encoder"] = f"{folder / encoder.files[0]}, {size}, difference at most {found:.1e}"
             bar.update()
     with writing(f"the exported program in --output_dir {folder}"):
@@ -105,34 +97,27 @@ def page_sources(thumbnail: bytes | None = None) -> dict[str, bytes]:
     Args:
         thumbnail: a PNG file that other sites show with a link to the page.
     """
-    files = {}
-    for file in sorted(SOURCES.rglob("*")):
-        if file.is_file():
-            is_packed, name = file.suffix == ".xz", file.relative_to(SOURCES)
-            content = file.read_bytes()
-            files[str(name.with_suffix("") if is_packed else name)] = lzma.decompress(content) if is_packed else content
+    files = {str(file.relative_to(SOURCES)): file.read_bytes() for file in sorted(SOURCES.rglob("*")) if file.is_file()}
+    for name in [name for name in files if name.endswith(".xz")]:
+        files[name.removesuffix(".xz")] = lzma.decompress(files.pop(name))
     if thumbnail is None:
-        files["index.html"] = files["index.html"].replace(THUMBNAIL_TAG, b"")
-        return files
+        return files | {"index.html": files["index.html"].replace(THUMBNAIL_TAG, b"")}
     return files | {THUMBNAIL: thumbnail}
 
 
 def finished(files: Mapping[str, bytes], description: Mapping[str, Any]) -> dict[str, bytes]:
     """Return the files with their description; a page's also has sizes, and its service worker a version."""
-    files = dict(files)
-    if OFFLINE not in files:
-        return files | {DESCRIPTION: _as_json(description)}
-    sizes = {name: len(content) for name, content in files.items() if name.endswith(LARGE)}
-    files[DESCRIPTION] = _as_json({**description, "sizes": sizes})
-    read = sorted(name for name in files if name.endswith(READ_BY_PAGE) and name != OFFLINE)
-    version = sha256(b"".join(sha256(files[name]).digest() for name in read)).hexdigest()[:16]
-    constants = f"const VERSION = {json.dumps(version)};\nconst FILES = {json.dumps(read)};\n"
-    files[OFFLINE] = constants.encode() + files[OFFLINE]
+    files, is_page = dict(files), OFFLINE in files
+    if is_page:
+        sizes = {name: len(content) for name, content in files.items() if name.endswith(LARGE)}
+        description = {**description, "sizes": sizes}
+    files[DESCRIPTION] = (json.dumps(description, indent=1) + "\n").encode()
+    if is_page:
+        read = sorted(name for name in files if name.endswith(READ_BY_PAGE) and name != OFFLINE)
+        version = sha256(b"".join(sha256(files[name]).digest() for name in read)).hexdigest()[:16]
+        constants = f"const VERSION = {json.dumps(version)};\nconst FILES = {json.dumps(read)};\n"
+        files[OFFLINE] = constants.encode() + files[OFFLINE]
     return files
-
-
-def _as_json(description: Mapping[str, Any]) -> bytes:
-    return (json.dumps(description, indent=1) + "\n").encode()
 
 
 class QuietHandler(SimpleHTTPRequestHandler):
@@ -166,16 +151,3 @@ def _check_page(call: NetworkCall) -> None:
     if degradation and degradation.is_projection and type(degradation) not in ON_PAGE:
         kind = type(degradation).__name__
         raise UsageError(f"--format page cannot apply {kind} to the visitor's picture: pass --format onnx")
-
-
-def _companion(kinds: Mapping[str, WrittenCondition], is_page: bool) -> Any:
-    """Return the program that conditions need beside that of the network, if there is one.
-
-    Raises:
-        UsageError: if there are several.
-    """
-    found = {each.key: each for kind in kinds.values() if (each := kind.companion(is_page=is_page))}
-    if len(found) > 1:
-        names = ", ".join(each.name for each in found.values())
-        raise UsageError(f"--checkpoint has captions of several encoders ({names}): only one can be exported")
-    return next(iter(found.values()), None)

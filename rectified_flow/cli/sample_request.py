@@ -88,6 +88,8 @@ def read_request(flags: PicturesConfig, trained: Trained, options: dict[str, Any
     flow, source, has_pictures = trained.flow, trained.source, flags.from_images is not None
     if flow.from_source and not has_pictures:
         raise UsageError(f"{source} translates pictures: pass some with --from_images")
+    if flags.reverse and options.get("solver") == "stochastic":
+        raise UsageError("--solver stochastic cannot be inverted: pass another solver")
     if flags.path != "none" and ("watch" not in inspect.signature(flow.sample).parameters or flags.reverse):
         kind = "--reverse" if flags.reverse else f"a {type(flow).__name__}"
         raise UsageError(f"--path has no effect: {kind} has no path to show; leave it out")

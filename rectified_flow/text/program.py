@@ -31,26 +31,24 @@ def program_of(kind: Caption, *, is_page: bool) -> "EncoderProgram | None":
     size = sum(parameter.numel() * 4 for parameter in encoder.parts[1].parameters())
     if size > MAX_BYTES:
         raise UsageError(f"the text encoder {encoder.name} has {size / 1e9:.1f} GB, too many for one file in ONNX")
-    return EncoderProgram(encoder.name, encoder.fingerprint, encoder)
+    return EncoderProgram(encoder, kind.examples)
 
 
 @dataclass(frozen=True)
 class EncoderProgram:
     """The files of a text encoder beside an exported flow."""
 
-    name: str
-    key: str
-    """A hash that is equal for equal encoders."""
     encoder: PretrainedTextEncoder
+    texts: Sequence[str]
+    """Texts to compare the program with the encoder."""
 
     files = (TEXT_FILE, TOKENIZER_FILE)
 
     @torch.no_grad()
-    def write(self, texts: Sequence[str], in_half: bool) -> tuple[dict[str, bytes], float]:
+    def write(self, in_half: bool) -> tuple[dict[str, bytes], float]:
         """Return the contents of the files, and the difference of the program from the encoder.
 
         Args:
-            texts: texts to compare them with.
             in_half: store matrices in float16.
 
         Raises:
@@ -58,10 +56,10 @@ class EncoderProgram:
         """
         encoder = self.encoder
         sizes = {0: Dim("batch"), 1: Dim("tokens", max=encoder.most_tokens)}
-        inputs = encoder.tokenize(texts if len(texts) > 1 else [*texts, ""])
+        inputs = encoder.tokenize([*self.texts, ""])  # a single row would fix the batch size
         content = to_onnx(TextCall(encoder), inputs, sizes, in_half=in_half)
         run, pairs = load(content), []
-        for given in (inputs, encoder.tokenize(texts[:1])):
+        for given in (inputs, encoder.tokenize(self.texts[:1])):
             known = given["attention_mask"].bool()[..., None]
             for found, expected in zip(run(given), encoder.vectors(**given), strict=True):
                 rows = known if found.ndim == known.ndim else known.any(dim=1)  # padding is not used

@@ -368,16 +368,10 @@ def of_pixels(*_folder: Path, channels: int = 3, settings: Any = None, **conditi
     return RectifiedFlow(network, space=Pixels((channels, 8, 8)), **(settings or {}))
 
 
-def of_two_encoders(folder: Path) -> Flow:
-    text, title = (Caption(tiny_encoder(folder / str(seed), seed), 8) for seed in range(2))
-    return of_pixels(text=text, title=title)
-
-
 @pytest.mark.parametrize(
     ("build", "form", "sentence"),
     [
         (partial(of_pixels, text=Caption(Lengths(), 1, 0, ("a",))), "page", "cannot run the text encoder the lengths"),
-        (of_two_encoders, "page", "has captions of several encoders"),
         (
             partial(of_pixels, settings={"from_source": True, "degradation": Mirrored()}),
             "page",

@@ -121,8 +121,8 @@ def test_what_says_nothing_or_too_little_is_not_generated_again(run: Path, tmp_p
         (run, "made/grid.png", "--like needs a single picture that was generated from noise"),
         (run, "from/00000.png", "--like needs a single picture that was generated from noise"),
         (run, "nowhere.png", "nowhere.png cannot be read"),
-        (run, "made/00000.png --seed 2", "--seed has no effect with --like"),
-        (run, "made/00000.png --solver heun", "--like repeats the settings of a picture: leave the flags of the"),
+        (run, "made/00000.png --seed 2", "--like and --seed exclude each other: pass one"),
+        (run, "made/00000.png --solver heun", "--like and --solver exclude each other: pass one"),
         (tmp_path / "other", "made/00000.png", "and another model generated this one"),
     ):
         assert_refused("sample.py", 1, f"--checkpoint {checkpoint_} --like {tmp_path}/{like}", words)
@@ -231,9 +231,9 @@ REFUSED = [
     ("--num_samples 0", "--num_samples is 0"),
     ("--num_samples 1000000000000000", "--num_samples is 1000000000000000; it must be at most"),
     ("--strength 2", "--strength is 2.0"),
-    ("--strength 0.5", "--strength has no effect without --from_images: pass both"),
-    ("--autoguidance 2 --reverse --from_images {tmp}", "--autoguidance has no effect with --reverse: leave it out"),
-    ("--guidance_interval 0.2 0.8", "needs a --guidance_scale other than 1"),
+    ("--strength 0.5", "--strength needs --from_images: pass both"),
+    ("--autoguidance 2 --reverse --from_images {tmp}", "--reverse and --autoguidance exclude each other: pass one"),
+    ("--guidance_interval 0.2 0.8", "--guidance_interval needs --guidance_scale or --guidance or --autoguidance"),
     ("--guidance_scale nan", "--guidance_scale is nan"),
     ("--guidance_interval 0.8 0.2", "--guidance_interval 0.8 0.2 is empty"),
     ("--save_pretrained /proc/nothing", "--save_pretrained /proc/nothing cannot be written"),

@@ -171,7 +171,7 @@ def test_a_map_of_one_call_takes_every_condition(runs: Path, tmp_path: Path) -> 
         ("--grid size seed=0", "--grid seed=0 must be seed=COUNT"),
         ("--prompts nowhere.txt", "--prompts nowhere.txt cannot be read"),
         ("--prompt a --prompts b", "--prompts and --prompt exclude each other"),
-        ("--grid size parity --num_samples 3", "--num_samples excludes --grid"),
+        ("--grid size parity --num_samples 3", "--grid and --num_samples exclude each other"),
         ("--grid size=1,2 size=3", "--grid size size has one axis twice"),
         ("--grid size parity --set size=3", "--grid size parity has one axis twice, or one that another flag sets"),
         ("--grid parity seed --set size=3,4", "--grid needs a single value of size, not 2"),

@@ -300,7 +300,7 @@ def test_flags_that_do_not_fit_are_refused(flags: str, expected: str, folders: P
         ("--from_images {0}/from --reverse --solver stochastic", "--solver stochastic cannot be inverted"),
         ("--from_images {0}/from --reverse --path strip", "--path has no effect"),
         ("--from_images {0}/from --output_dir {0}/from", "has the pictures of --from_images"),
-        ("--variants 2", "--variants has no effect without --from_images"),
+        ("--variants 2", "--variants needs --from_images: pass both"),
         ("--from_images {0}/nowhere", "neither a file nor a folder of files"),
     ],
 )

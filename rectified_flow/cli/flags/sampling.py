@@ -1,7 +1,7 @@
 """The flags of the programs that use a trained model; imports no torch, so that ``--help`` answers at once."""
 
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,7 +11,7 @@ from annotated_types import Interval
 from rectified_flow.cli.config import ProgramConfig
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation import FeatureNetwork
-from rectified_flow.flags import AtLeastTwo, Flags, NonNegative, Positive, Seed, Strength, default_is, refuse
+from rectified_flow.flags import AtLeastTwo, Flags, NonNegative, Positive, Seed, Strength, default_is, flag
 from rectified_flow.flows import Solver, TimeGrid
 
 
@@ -45,7 +45,7 @@ class SolverConfig(Flags):
     """Guidance scales of single conditions beside --guidance_scale, such as category=2 text=3."""
     autoguidance: NonNegative = 1.0
     """Autoguidance scale of a rectified flow, away from an early checkpoint of its run; doubles the network calls."""
-    guidance_interval: tuple[float, float] = (0.0, 1.0)
+    guidance_interval: Annotated[tuple[float, float], flag(needs="guidance_scale guidance autoguidance")] = (0.0, 1.0)
     """First and last noise level at which guidance acts."""
 
     def __post_init__(self) -> None:
@@ -53,12 +53,6 @@ class SolverConfig(Flags):
         first, last = self.guidance_interval
         if first >= last:
             raise UsageError(f"--guidance_interval {first:g} {last:g} is empty: pass the smaller number first")
-        scales = self.guidance_scales
-        if self.guidance_scale in (None, 1) and self.autoguidance == 1 and not scales:
-            refuse(
-                {"guidance_interval": self.guidance_interval != (0, 1)},
-                "needs a --guidance_scale other than 1, or --autoguidance",
-            )
 
     @property
     def guidance_scales(self) -> dict[str, float]:
@@ -84,34 +78,44 @@ class PicturesConfig(Flags):
     """Comma-separated names or numbers of classes, used in turn; or all."""
     prompt: str | None = None
     """Caption of the images, of a model that was trained on captions."""
-    prompts: Path | None = None
+    prompts: Annotated[Path | None, flag(excludes="prompt")] = None
     """Text file with a caption in each line; each line becomes an image with the name of the line."""
     set_: Annotated[
         tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]],
         tyro.conf.arg(name="set", metavar="NAME=VALUE", help_behavior_hint="(default: none)"),
     ] = ()
     """Values of conditions by name, such as unicode_version=9; several, separated by commas, are used in turn."""
-    grid: Annotated[tuple[str, str] | None, tyro.conf.arg(metavar="ROWS COLUMNS")] = None
+    grid: Annotated[
+        tuple[str, str] | None,
+        tyro.conf.arg(metavar="ROWS COLUMNS"),
+        flag(excludes="num_samples from_images prompts"),
+    ] = None
     """Generate a labelled grid; each axis is a condition (NAME or NAME=VALUE,VALUE) or seed=COUNT."""
     seed: Seed = 0
     """Sample i depends only on the seed and i."""
     from_images: Path | None = None
     """Image or folder of images to translate, or to add noise to and start from (--strength)."""
-    variants: Positive = 1
+    variants: Annotated[Positive, flag(needs="from_images")] = 1
     """Number of results for each image of --from_images."""
-    mask: Path | None = None
+    mask: Annotated[Path | None, flag(needs="from_images", excludes="reverse degrade")] = None
     """Mask for inpainting --from_images: white pixels are generated, all others are kept."""
-    degrade: bool = False
+    degrade: Annotated[bool, flag(needs="from_images")] = False
     """Degrade --from_images first, as in training, to test a model on intact pictures."""
-    reverse: bool = False
+    reverse: Annotated[bool, flag(needs="from_images", excludes="guidance_scale guidance autoguidance")] = False
     """Translate in the opposite direction, from target pictures to source pictures."""
-    strength: Annotated[Strength | None, default_is("0.6")] = None
+    strength: Annotated[Strength | None, flag(needs="from_images"), default_is("0.6")] = None
     """Noise level in (0, 1] of --from_images."""
     output_dir: Annotated[Path | None, default_is("the run's folder/generated")] = None
     """Folder for the images."""
     metadata: bool = True
     """Write seed, settings, the model's hash and the IPTC mark of generated pictures into the pictures."""
-    like: Path | None = None
+    like: Annotated[
+        Path | None,
+        flag(
+            excludes="num_samples steps classes prompt prompts set grid seed from_images path solver time_grid "
+            "guidance_scale guidance autoguidance"
+        ),
+    ] = None
     """Generate the picture in this file again, by the settings that are written in it."""
     nearest: Annotated[
         tuple[Path] | tuple[()] | None, tyro.conf.arg(metavar="[FOLDER]", help_behavior_hint="(default: no)")
@@ -119,34 +123,15 @@ class PicturesConfig(Flags):
     """Also write a sheet of the training pictures nearest to each sample; FOLDER has them if they have moved."""
     path: Literal["none", "strip", "gif"] = "none"
     """Save the sampling trajectory."""
-    save_pretrained: Path | None = None
+    save_pretrained: Annotated[Path | None, flag(excludes="autoguidance")] = None
     """Also save the model with its card in this folder, ready for the Hugging Face hub."""
-    license: str | None = None
+    license: Annotated[str | None, flag(needs="save_pretrained")] = None
     """Licence on the model card, as the hub spells it, such as mit or cc-by-4.0."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.like is not None:
-            kept = {"like", "output_dir", "metadata", "nearest", "save_pretrained", "license"}
-            changed = {each.name.rstrip("_"): getattr(self, each.name) != each.default for each in fields(self)}
-            refuse(changed | dict.fromkeys(kept), "has no effect with --like, which repeats the settings of a picture")
-        needs = dict.fromkeys(("strength", "mask", "degrade", "reverse"), "from_images")
-        for flag, needed in {**needs, "license": "save_pretrained"}.items():
-            if getattr(self, needed) is None:
-                refuse({flag: getattr(self, flag)}, f"has no effect without --{needed}: pass both")
-        refuse({"prompts": self.prompt is not None and self.prompts}, "and --prompt exclude each other: pass one")
-        grid = {"num_samples": self.num_samples, "from_images": self.from_images, "prompts": self.prompts}
-        refuse(grid if self.grid else {}, "excludes --grid, whose axes determine the images: leave one out")
-        if self.from_images is None:
-            refuse({"variants": self.variants > 1}, "has no effect without --from_images: pass both")
-        if self.mask is not None:
-            refuse({"reverse": self.reverse, "degrade": self.degrade}, "excludes --mask: leave one out")
-        _check_license(self.license)
-
-
-def _check_license(name: str | None) -> None:
-    if name is not None and not re.fullmatch(r"[a-z0-9.-]+", name):
-        raise UsageError(f"--license {name} is not a license id of the hub: choose one such as mit")
+        if self.license is not None and not re.fullmatch(r"[a-z0-9.-]+", self.license):
+            raise UsageError(f"--license {self.license} is not a license id of the hub: choose one such as mit")
 
 
 @dataclass(frozen=True)
@@ -189,17 +174,6 @@ class SampleConfig(SamplingConfig):
 
     samples: PicturesConfig = field(default_factory=PicturesConfig)
 
-    def __post_init__(self) -> None:
-        if self.samples.like is not None and self.solver != SolverConfig():
-            raise UsageError("--like repeats the settings of a picture: leave the flags of the solver out")
-        solver, is_guided = self.solver, self.solver.autoguidance != 1
-        if self.samples.save_pretrained is not None:
-            refuse({"autoguidance": is_guided}, "excludes --save_pretrained, which saves one network")
-        if self.samples.reverse:
-            flags = {"autoguidance": is_guided, "guidance_scale": solver.guidance_scale not in (None, 1)}
-            refuse(flags | {"guidance": solver.guidance}, "has no effect with --reverse: leave it out")
-            refuse({"solver": solver.solver == "stochastic"}, "stochastic cannot be inverted: pass another solver")
-
 
 @dataclass(frozen=True)
 class EvaluateConfig(SamplingConfig):
@@ -220,15 +194,10 @@ class ExportedConfig(Flags):
     """Folder for the program and its model.json."""
     half: bool = False
     """Store weights in float16, half the size; the program still computes in float32."""
-    open: bool = False
+    open: Annotated[bool, flag(needs="format")] = False
     """Also serve the page on this machine until Ctrl-C, and open it in a browser."""
     metadata: bool = True
     """Have the page write seed, settings and the mark of generated pictures into the pictures that it saves."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.format != "page":
-            refuse({"open": self.open}, "has no effect without --format page: pass both")
 
 
 @dataclass(frozen=True)
