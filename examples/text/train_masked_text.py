@@ -1,6 +1,6 @@
 """Train a small masked-language model on text files with one text per line.
 
-The lines stay on the disk, whatever their number: an index of byte offsets is built once. A tokenizer is trained on
+The lines stay on the disk, whatever their number, in a table that datasets writes once. A tokenizer is trained on
 the lines, and a BERT of transformers on its tokens. Every 20th line is held out, and the share of its masked tokens
 that the model predicts is measured during training. Needs `pip install -e ".[text]"`.
 """
@@ -23,7 +23,6 @@ from annotated_types import Interval
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from line_store import open_lines
 from masked_model import HEAD, SPECIAL, MaskedModel
 from rectified_flow import Measurement, Trainer, TrainingConfig, randomness
 from rectified_flow.cli.build import join
@@ -32,9 +31,8 @@ from rectified_flow.distributed.collectives import on_main
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import Flags, Positive, recorded
 from rectified_flow.runs.resume import check_start
-from rectified_flow.system.machine import require_memory
 from rectified_flow.system.pictures import Panel, draw_panels
-from token_lines import HELD_OUT_EVERY, TokenLines, read_tokenizer
+from token_lines import HELD_OUT_EVERY, TokenLines, open_lines, read_tokenizer
 
 
 @dataclass(frozen=True)
@@ -43,10 +41,6 @@ class TextConfig(Flags):
 
     text: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE [FILE ...]")] = ()
     """UTF-8 text files, one text per line."""
-    max_samples: Positive | None = None
-    """Use the first lines only."""
-    skip_empty: bool = True
-    """Leave empty lines out."""
     vocabulary: Annotated[int, Interval(gt=0, le=2**20)] = 4000  # the tokenizer reserves memory for all of them
     """Largest number of different tokens."""
     length: Positive = 32
@@ -66,9 +60,6 @@ class TextConfig(Flags):
             raise UsageError("--text is missing: pass one or more text files")
         if self.width % HEAD != 0:
             raise UsageError(f"--width is {self.width}; it must be a multiple of {HEAD}")
-        weights = (12 * self.layers * self.width + self.length) * self.width  # of attention and its MLP, and positions
-        what = f"a model of --width {self.width}, --layers {self.layers} and --length {self.length}"
-        require_memory(16 * weights, what, "lower one of the three")
 
 
 @dataclass(frozen=True)
@@ -148,14 +139,13 @@ def train(flags: TextFlags) -> bool:
     state, text = join(flags), flags.text
     set_seed(flags.run.seed)
     on_main(state, lambda: check_start(flags.run))
-    store = on_main(state, lambda: open_lines(*text.text, skip_empty=text.skip_empty))
-    count = min(len(store), text.max_samples or len(store))
-    least = 2 * HELD_OUT_EVERY
-    if count < least:
-        raise UsageError(f"--text has {count} lines, too few for a held-out set: pass at least {least}")
+    on_main(state, lambda: len(open_lines(text.text)))  # writes the table
+    lines, least = open_lines(text.text), 2 * HELD_OUT_EVERY
+    if len(lines) < least:
+        raise UsageError(f"--text has {len(lines)} lines, too few for a held-out set: pass at least {least}")
     path = flags.run.output_dir / "tokenizer.json"
-    tokenizer = on_main(state, lambda: read_tokenizer(path, store, count, text.vocabulary))
-    lines, held_out = (TokenLines(store, tokenizer, text.length, count, held_out=each) for each in (False, True))
+    tokenizer = on_main(state, lambda: read_tokenizer(path, lines, text.vocabulary))
+    training, held_out = (TokenLines(lines, tokenizer, text.length, held_out=each) for each in (False, True))
     accuracy = Accuracy(held_out, text.measure_every, text.measured_lines)
     model = MaskedModel(Tokenizer.from_str(tokenizer).get_vocab_size(), text.length, text.width, text.layers)
-    return Trainer(model, lines, flags.run, callbacks=[accuracy], flags=recorded(flags)).train()
+    return Trainer(model, training, flags.run, callbacks=[accuracy], flags=recorded(flags)).train()

@@ -67,7 +67,7 @@ def test_a_resumed_run_is_the_same_to_the_byte(text: Path, whole: Path, tmp_path
 
 @pytest.mark.slow
 def test_it_finds_more_than_the_most_frequent_token(text: Path, tmp_path: Path) -> None:
-    folder = run(text, tmp_path, "--train_num_steps 120 --measure_every 120 --max_samples 2900 --ema_decay 0.9")
+    folder = run(text, tmp_path, "--train_num_steps 120 --measure_every 120 --ema_decay 0.9")
     *_, row = [json.loads(line) for line in (folder / "accuracy.jsonl").read_text().splitlines()]
     assert row["accuracy"] > row["guess"] + 0.1
     assert (folder / "accuracy.png").exists()
@@ -77,8 +77,8 @@ def test_it_finds_more_than_the_most_frequent_token(text: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     "flags",
     [
-        "--vocabulary 1 --length 1 --width 32 --layers 1 --measured_lines 30 --max_samples 600",
-        "--vocabulary 3000 --length 64 --width 64 --layers 3 --measured_lines 5000 --measure_every 1 --no_skip_empty",
+        "--vocabulary 1 --length 1 --width 32 --layers 1 --measured_lines 30",
+        "--vocabulary 3000 --length 64 --width 64 --layers 3 --measured_lines 5000 --measure_every 1",
     ],
 )
 def test_flags_at_both_ends(text: Path, flags: str, tmp_path: Path) -> None:
@@ -95,11 +95,11 @@ def test_the_first_word_of_the_vocabulary_may_be_the_most_frequent(tmp_path: Pat
     assert row["guess"] > 0.5, "three of four words are exclamation marks"
 
 
-@pytest.mark.parametrize("line", ["sun sun sun", "   ", "[MASK] [PAD] [UNK]"])
+@pytest.mark.parametrize("line", ["sun sun sun", "[MASK] [PAD] [UNK]"])
 def test_a_text_without_words_to_predict_is_a_sentence(line: str, tmp_path: Path) -> None:
     (tmp_path / "lines.txt").write_text(f"{line}\n" * 60)
     words = f"--text {tmp_path}/lines.txt --output_dir {tmp_path}/run"
-    with pytest.raises(UsageError, match=r"lines\.txt: 3 lines have fewer than two different words"):
+    with pytest.raises(UsageError, match=r"3 lines have fewer than two different words"):
         train(words)
 
 
@@ -108,7 +108,7 @@ def test_a_text_without_words_to_predict_is_a_sentence(line: str, tmp_path: Path
     [
         ("", "--text is missing"),
         ("--text {text} --width 33", "it must be a multiple of 32"),
-        ("--text {text} --max_samples 30", "--text has 30 lines, too few for a held-out set"),
+        ("--text missing.txt", "--text missing.txt is not a file"),
     ],
 )
 def test_bad_input_is_a_sentence(text: Path, flags: str, sentence: str, tmp_path: Path) -> None:
@@ -118,4 +118,4 @@ def test_bad_input_is_a_sentence(text: Path, flags: str, sentence: str, tmp_path
 
 def test_a_text_that_is_no_text_is_a_sentence_and_exit_code_2(tmp_path: Path) -> None:
     (tmp_path / "broken").write_bytes(b"good\n\xff\n")
-    assert_refused("train_masked_text.py", 1, f"--text {tmp_path}/broken", "error: line 2 of ", " is not UTF-8")
+    assert_refused("train_masked_text.py", 1, f"--text {tmp_path}/broken", "cannot be read (")
