@@ -7,7 +7,6 @@ Imports no torch.
 import os
 import struct
 import zipfile
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
@@ -15,7 +14,7 @@ from io import BytesIO
 from itertools import islice
 from math import prod
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, NamedTuple
 
 import numpy as np
 from PIL.TiffImagePlugin import ImageFileDirectory_v2
@@ -67,59 +66,27 @@ class FieldFormat:
     """Whether each channel is a page of a TIFF file; otherwise the channels of ``[c, h, w]`` are planes of one page."""
 
 
-@dataclass(frozen=True)
-class Header:
-    """The declared format of the array in a file."""
+class Field(NamedTuple):
+    """The field of a file."""
 
-    suffix: str
-    dtype: str
-    shape: tuple[int, ...]
+    values: Array
+    """``[c, h, w]``, contiguous, in the byte order of the machine. NaN is an unknown value."""
+    format: FieldFormat
+    file_type: str
+    """The type in the file. If it has a mark for unknown values, its integers are read as floating point."""
+
+
+class Contents(NamedTuple):
+    """The array of a file, as the file holds it."""
+
+    values: Array
     """``[h, w]``, ``[c, h, w]`` or ``[h, w, c]``."""
     channels_last: bool | None = None
     """None if the file does not say which axis is that of the channels."""
+    unknown: float | None = None
+    """The value that stands for "unknown"."""
     pixel_size: PixelSize | None = None
     pages: bool = False
-    integers: str | None = None
-    """The type in the file, if it has a mark for unknown values and they are read as float."""
-
-    def is_last(self, channels_last: bool | None) -> bool:
-        """Return whether the last axis is that of the channels.
-
-        Args:
-            channels_last: the value for files that do not declare it; None decides by the shape: the axis of channels
-                is at most half as long as the two others, and at most :data:`MAX_CHANNELS` long.
-
-        Raises:
-            UsageError: if the shape is ambiguous.
-        """
-        if len(self.shape) == 2:
-            return False
-        if self.channels_last is not None:
-            return self.channels_last
-        if channels_last is not None:
-            return channels_last
-        first, height, last = self.shape
-        if 2 * min(first, last) > min(max(first, last), height) or min(first, last) > MAX_CHANNELS:
-            raise UsageError(
-                f"the axis of the channels is ambiguous in the shape {self.shape}; pass --space_options "
-                "channels_last=True if it is the last one, or channels_last=False if it is the first"
-            )
-        return last < first
-
-    def format(self, channels_last: bool | None) -> FieldFormat:
-        """Return the format of the file; see :meth:`is_last`."""
-        last, flat = self.is_last(channels_last), len(self.shape) == 2
-        channels = 1 if flat else self.shape[2 if last else 0]
-        return FieldFormat(self.suffix, self.dtype, channels, last, flat, self.pixel_size, self.pages)
-
-    def size(self, channels_last: bool | None) -> tuple[int, int]:
-        """Return width and height [px]; see :meth:`is_last`."""
-        height, width = self.shape[:2] if self.is_last(channels_last) else self.shape[-2:]
-        return width, height
-
-
-Opened = tuple[Header, Callable[[], Array]]
-"""The header of a file, and a function that reads the values in the shape of the header, while the file is open."""
 
 
 def stored_type(dtype: str, store_bits: StoreBits) -> str:
@@ -130,36 +97,54 @@ def stored_type(dtype: str, store_bits: StoreBits) -> str:
     return "float16" if store_bits == 16 or dtype == "float16" else "float32"
 
 
-def read_header(file: Path) -> Header:
-    """Return the header of a file.
-
-    Raises:
-        Exception: of many types, if it cannot be read or holds no field. The message is a clause without the file.
-        UsageError: if a package is missing.
-    """
-    with open_regular(file) as stream:
-        return _open(file, stream)[0]
-
-
-def read_field(file: Path, channels_last: bool | None) -> Array:
-    """Return the field of a file, with the errors of :func:`read_header` and :meth:`Header.is_last`.
+def read_field(file: Path, channels_last: bool | None) -> Field:
+    """Read a file with one of :data:`FIELD_SUFFIXES`.
 
     Args:
-        file: a file with one of :data:`FIELD_SUFFIXES`.
+        file: the file.
         channels_last: whether an array of three axes is ``[h, w, c]`` rather than ``[c, h, w]``; None to decide it by
             its shape. TIFF and PNG files say it themselves.
 
-    Returns:
-        ``[c, h, w]``, contiguous, in the type of the file and the byte order of the machine. NaN is an unknown value.
+    Raises:
+        Exception: of many types, if the file cannot be read or holds no field. The message is a clause without the
+            file.
+        UsageError: if the shape is ambiguous, or a package is missing.
     """
+    suffix = file.suffix.lower().replace(".tiff", ".tif")
     with open_regular(file) as stream:
-        header, read = _open(file, stream)
-        last = header.is_last(channels_last)
-        values = read()
-    values = values[None] if values.ndim == 2 else np.moveaxis(values, 2, 0) if last else values
+        found = READERS[suffix](stream, os.fstat(stream.fileno()).st_size)
+    values, is_flat = found.values, found.values.ndim == 2
+    file_type = "uint8" if values.dtype.kind == "b" else values.dtype.name
+    values = values if found.unknown is None else _with_nan(values, found.unknown)
     if values.dtype.kind == "f" and np.isinf(values).any():
         raise ValueError("it holds an infinite value; write NaN for an unknown one")
-    return values.astype(header.dtype, order="C")
+    is_last = found.channels_last
+    if is_last is None:
+        is_last = not is_flat and has_channels_last(values.shape, channels_last)
+    dtype = file_type if values.dtype.kind == "b" else values.dtype.name
+    values = values[None] if is_flat else np.moveaxis(values, 2, 0) if is_last else values
+    how = FieldFormat(suffix, dtype, len(values), is_last, is_flat, found.pixel_size, found.pages)
+    return Field(values.astype(dtype, order="C"), how, file_type)
+
+
+def has_channels_last(shape: tuple[int, ...], channels_last: bool | None) -> bool:
+    """Return whether the last of three axes is that of the channels.
+
+    By default the shape decides: the axis of channels is at most half as long as the two others, and at most
+    :data:`MAX_CHANNELS` long.
+
+    Raises:
+        UsageError: if the shape is ambiguous.
+    """
+    if channels_last is not None:
+        return channels_last
+    first, height, last = shape
+    if 2 * min(first, last) > min(max(first, last), height) or min(first, last) > MAX_CHANNELS:
+        raise UsageError(
+            f"the axis of the channels is ambiguous in the shape {shape}; pass --space_options channels_last=True if "
+            "it is the last one, or channels_last=False if it is the first"
+        )
+    return last < first
 
 
 def require(package: str) -> Any:
@@ -174,51 +159,39 @@ def require(package: str) -> Any:
         raise UsageError(f"TIFF and PNG files of fields need {package}: pip install tifffile imagecodecs") from error
 
 
-def _open(file: Path, stream: IO[bytes]) -> Opened:
-    """Read the header of an open file."""
-    readers = {".npy": _open_array, ".npz": _open_archive, ".png": _open_png}
-    return readers.get(file.suffix.lower(), _open_tiff)(stream, os.fstat(stream.fileno()).st_size)
-
-
-def _check(shape: tuple[int, ...], dtype: np.dtype[Any], size: int) -> str:
-    """Return the name of the type of values, after a check of the array that a file of some size [bytes] declares.
+def _check(shape: tuple[int, ...], dtype: np.dtype[Any], size: int) -> None:
+    """Check the array that a file of some size [bytes] declares.
 
     Raises:
         ValueError: if it is no field, or the file is too small for it.
     """
-    name = "uint8" if dtype.kind == "b" else dtype.name
-    if name not in TYPES:
-        raise ValueError(f"its values are of the type {name}; convert them to one of {', '.join(TYPES)}")
+    if dtype.kind != "b" and dtype.name not in TYPES:
+        raise ValueError(f"its values are of the type {dtype.name}; convert them to one of {', '.join(TYPES)}")
     if len(shape) not in (2, 3) or min(shape) < 1:
         raise ValueError(f"its shape is {shape}; save arrays of two axes, or of three with the channels")
     if prod(shape) * dtype.itemsize > max(UNSUSPICIOUS, MAX_RATIO * size):
         raise ValueError(f"it declares the shape {shape}, which the file is too small to hold")
-    return name
 
 
-def _open_array(stream: IO[bytes], size: int, suffix: str = ".npy") -> Opened:
+def _read_array(stream: IO[bytes], size: int) -> Contents:
     head = BytesIO(stream.read(MAX_HEADER))  # never more, whatever length the header declares
     is_first_version = np.lib.format.read_magic(head) == (1, 0)
     read_rest = np.lib.format.read_array_header_1_0 if is_first_version else np.lib.format.read_array_header_2_0
     shape, _, dtype = read_rest(head)
-    header = Header(suffix, _check(shape, dtype, size), shape)
-
-    def read() -> Array:
-        stream.seek(0)
-        values: Array = np.lib.format.read_array(stream, allow_pickle=False)
-        if stream.read(1):  # at the end of an archive, this compares the checksum
-            raise ValueError("it holds more values than its header declares")
-        return values
-
-    return header, read
+    _check(shape, dtype, size)
+    stream.seek(0)
+    values = np.lib.format.read_array(stream, allow_pickle=False)
+    if stream.read(1):  # at the end of an archive, this compares the checksum
+        raise ValueError("it holds more values than its header declares")
+    return Contents(values)
 
 
-def _open_archive(stream: IO[bytes], size: int) -> Opened:
+def _read_archive(stream: IO[bytes], size: int) -> Contents:
     archive = zipfile.ZipFile(stream)
     names = archive.namelist()
     if len(names) != 1:
         raise ValueError(f"it holds {len(names)} arrays; save one array in each file")
-    return _open_array(archive.open(names[0]), size, ".npz")
+    return _read_array(archive.open(names[0]), size)
 
 
 def _png_header(stream: IO[bytes]) -> tuple[int, int, int, int]:
@@ -230,24 +203,20 @@ def _png_header(stream: IO[bytes]) -> tuple[int, int, int, int]:
     return width, height, bits, colours
 
 
-def _open_png(stream: IO[bytes], size: int) -> Opened:
+def _read_png(stream: IO[bytes], size: int) -> Contents:
     width, height, bits, colours = _png_header(stream)
     if colours not in PNG_CHANNELS or bits < 8:
         raise ValueError("it has a palette, or less than 8 bits per value; save it as grey or as RGB")
-    decoder, channels = require("imagecodecs"), PNG_CHANNELS[colours]
-    shape = (height, width) if channels == 1 else (height, width, channels)
-    header = Header(".png", _check(shape, np.dtype(f"uint{bits}"), size), shape, channels_last=channels > 1)
-
-    def read() -> Array:
-        stream.seek(0)
-        values: Array = decoder.png_decode(stream.read())
-        return values.reshape(height, width, -1)[..., :channels].reshape(shape)  # a transparent colour adds alpha
-
-    return header, read
+    channels = PNG_CHANNELS[colours]
+    _check((height, width, channels), np.dtype(f"uint{bits}"), size)
+    stream.seek(0)
+    values = require("imagecodecs").png_decode(stream.read())
+    values = values.reshape(height, width, -1)[..., :channels]  # a transparent colour adds a channel
+    return Contents(values[..., 0] if channels == 1 else values, channels_last=channels > 1)
 
 
-def _open_tiff(stream: IO[bytes], size: int) -> Opened:
-    """Read the header of a TIFF file, whose pages of full size are channels.
+def _read_tiff(stream: IO[bytes], size: int) -> Contents:
+    """Read a TIFF file, whose pages of full size are channels.
 
     Its pages are read one by one, because descriptions of formats such as OME may refer to other files.
     """
@@ -261,27 +230,25 @@ def _open_tiff(stream: IO[bytes], size: int) -> Opened:
     if page.axes not in (("YX",) if len(pages) > 1 else ("YX", "YXS", "SYX")):
         raise ValueError(f"it has {len(pages)} pages of shape {page.shape}; save channels as pages, or in one page")
     if page.photometric == PALETTE or page.dtype is None:
-        raise ValueError(
-            f"it has a palette, or {page.bitspersample} bits per value; save it as one of {', '.join(TYPES)}"
-        )
-    _check(page.chunks, page.dtype, size)  # a tile is decoded whole, also where it reaches beyond the page
+        raise ValueError(f"it has a palette, or {page.bitspersample} bits per value; save one of {', '.join(TYPES)}")
     shape = (len(pages), *page.shape) if len(pages) > 1 else page.shape
-    dtype, unknown = _check(shape, page.dtype, size), _nodata(found[0].tags)
-    integers = dtype if unknown is not None and page.dtype.kind != "f" else None
-    if integers:
-        dtype = "float32" if page.dtype.itemsize <= 2 else "float64"  # holds NaN and each of the integers
+    for declared in (shape, page.chunks):  # a tile is decoded whole, also where it reaches beyond the page
+        _check(declared, page.dtype, size)
+    planes = [each.asarray(maxworkers=1) for each in pages]
+    values = np.stack(planes) if len(planes) > 1 else planes[0]
+    return Contents(values, page.axes == "YXS", _nodata(found[0].tags), _pixel_size(page.tags), len(pages) > 1)
 
-    def read() -> Array:
-        planes = [each.asarray(maxworkers=1) for each in pages]
-        values: Array = np.stack(planes) if len(planes) > 1 else planes[0]
-        if unknown is None:
-            return values
-        with np.errstate(over="ignore"):
-            mark = page.dtype.type(unknown) if page.dtype.kind == "f" else unknown  # rounded as the values are
-        return np.where(values == mark, np.nan, values).astype(dtype)
 
-    last = page.axes == "YXS"
-    return Header(".tif", dtype, shape, last, _pixel_size(page.tags), len(pages) > 1, integers), read
+READERS = {".npy": _read_array, ".npz": _read_archive, ".png": _read_png, ".tif": _read_tiff}
+
+
+def _with_nan(values: Array, unknown: float) -> Array:
+    """Return values with NaN in place of the one that stands for "unknown"; a type of float holds each integer."""
+    if values.dtype.kind != "f":
+        exact = values.astype(np.float32 if values.dtype.itemsize <= 2 else np.float64)
+        return np.where(values == unknown, np.nan, exact)
+    with np.errstate(over="ignore"):
+        return np.where(values == values.dtype.type(unknown), np.nan, values)  # rounded as the values are
 
 
 def _nodata(tags: Any) -> float | None:

@@ -17,11 +17,10 @@ from rectified_flow.errors import UsageError, first_line
 from rectified_flow.measurements.files import (
     FIELD_SUFFIXES,
     Array,
-    Header,
+    Field,
     StoreBits,
     is_measured,
     read_field,
-    read_header,
     stored_type,
 )
 from rectified_flow.measurements.resizing import fit_field
@@ -111,14 +110,13 @@ class FieldFolder(FileFolder):
         self, path: Path, *, channels_last: bool | None = None, store_bits: StoreBits = 32, **options: Any
     ) -> None:
         super().__init__(path, **options)
-        header = self._first_header()
-        if header.channels_last is None and len(header.shape) == 3:
-            channels_last = header.is_last(channels_last)
+        first = self._first_field(channels_last)
+        self.format, self._types = first.format, (first.format.dtype, first.file_type)
+        if first.format.suffix in (".npy", ".npz") and not first.format.two_dimensional:
+            channels_last = first.format.channels_last
         self.channels_last, self.store_bits = channels_last, store_bits
-        self.format, self._integers = header.format(channels_last), header.integers
-        width, height = header.size(channels_last)
-        size = f"{_in_words(self.format.channels)} of {width} x {height}"
-        self.notes.append(f"read {self.format.suffix} files of shape {header.shape} as {size}")
+        channels, height, width = first.values.shape
+        self.notes.append(f"read {first.format.suffix} files as {_in_words(channels)} of {width} x {height}")
         self.fingerprint = f"{self.fingerprint} fields {channels_last}"
 
     def read(self, file: Path) -> Array:
@@ -127,16 +125,17 @@ class FieldFolder(FileFolder):
         Raises:
             Exception: of many types, if the file is broken.
         """
-        values, how = read_field(file, self.channels_last), self.format
+        values, found, _ = read_field(file, self.channels_last)
         # A file without a mark for unknown values is read like the first, which has one.
-        if len(values) != how.channels or values.dtype.name not in (how.dtype, self._integers):
-            usual = f"{_in_words(how.channels)} of {how.dtype}"
-            raise ValueError(f"it has {_in_words(len(values))} of {values.dtype}, and the first file has {usual}")
-        return values.astype(how.dtype)
+        if found.channels != self.format.channels or found.dtype not in self._types:
+            usual = f"{_in_words(self.format.channels)} of {self.format.dtype}"
+            raise ValueError(f"it has {_in_words(found.channels)} of {found.dtype}, and the first file has {usual}")
+        return values.astype(self.format.dtype)
 
     def size_of(self, index: int) -> tuple[int, int]:
         """Return the width and height of a field [px]."""
-        return read_header(self.files[index]).size(self.channels_last)
+        _, height, width = self.read(self.files[index]).shape
+        return width, height
 
     def rows(self, framing: Framing) -> FieldRows:
         """Return how the fields become rows of a store."""
@@ -165,13 +164,13 @@ class FieldFolder(FileFolder):
         measured = [file for file, answer in found.items() if answer]
         return len(arrays) > len(pictures) or 2 * len(measured) > len(found), measured
 
-    def _first_header(self) -> Header:
-        """Return the header of the first file that has a readable one."""
+    def _first_field(self, channels_last: bool | None) -> Field:
+        """Return the first field that can be read."""
         problems = list[str]()
         for file in self.files:
             try:
-                return read_header(file)
-            except UsageError:  # a package is missing
+                return read_field(file, channels_last)
+            except UsageError:  # a package is missing, or the shape is ambiguous
                 raise
             except Exception as error:  # decoders raise exceptions of many types
                 problems.append(f"{printable(file)} ({getattr(error, 'strerror', None) or first_line(error)})")

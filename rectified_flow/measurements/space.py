@@ -215,7 +215,7 @@ class Fields(Space):
 
     def read(self, file: Path) -> Tensor:
         """Read a field of the type of the sources, or of the data; float32 in physical units, of this shape."""
-        values, (channels, height, width) = read_field(file, self.files["channels_last"]), self.shape
+        values, (channels, height, width) = read_field(file, self.files["channels_last"]).values, self.shape
         known = (self.sources or self).files["dtype"]
         if values.dtype.name != known or len(values) != channels:
             raise ValueError(f"it has {len(values)} channels of {values.dtype.name}, not {channels} of {known}")
