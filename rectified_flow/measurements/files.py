@@ -1,11 +1,9 @@
 """Fields: measured values ``[c, h, w]`` in files, read and written without loss.
 
-A file is never trusted: its header is checked against its size before memory is allocated, and nothing is unpickled.
-Imports no torch.
+Nothing is unpickled, and a declared shape fills no memory that the values in the file do not fill. Imports no torch.
 """
 
 import os
-import struct
 import zipfile
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,16 +25,12 @@ TYPES = ("uint8", "uint16", "int16", "int32", "uint32", "float16", "float32", "f
 """Types of values that are read and written; bool is read as uint8."""
 MAX_CHANNELS, MAX_PAGES = 64, 4096
 """Largest number of channels that are recognised by the shape of an array, and of pages of a file."""
-MAX_HEADER = 2**14  # numpy's own limit is 10,000
-"""Number of bytes that are read as the header of an array."""
 MAX_RATIO, UNSUSPICIOUS = 1400, 2**26  # deflate and LZW compress no better
 """Largest ratio of the sizes of values and their file, and the size below which any ratio is accepted [bytes]."""
 REDUCED, MASK, PALETTE = 1, 4, 3
 """Bits of the tag of a TIFF's page that is a smaller copy or a mask, and the number of a palette."""
 NODATA = 42113
 """Number of GDAL's tag of the value that stands for "unknown"."""
-PNG_CHANNELS = {0: 1, 2: 3, 4: 2, 6: 4}
-"""Number of channels by the number of the colour type in the header of a PNG file."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
 PixelSize = tuple[float, float, int]
@@ -113,18 +107,27 @@ def read_field(file: Path, channels_last: bool | None) -> Field:
     suffix = file.suffix.lower().replace(".tiff", ".tif")
     with open_regular(file) as stream:
         found = READERS[suffix](stream, os.fstat(stream.fileno()).st_size)
-    values, is_flat = found.values, found.values.ndim == 2
-    file_type = "uint8" if values.dtype.kind == "b" else values.dtype.name
-    values = values if found.unknown is None else _with_nan(values, found.unknown)
+    values, is_last, is_flat = _checked(found.values), found.channels_last, found.values.ndim == 2
+    file_type = values.dtype.name
+    if found.unknown is not None:
+        values = _with_nan(values, found.unknown)
     if values.dtype.kind == "f" and np.isinf(values).any():
         raise ValueError("it holds an infinite value; write NaN for an unknown one")
-    is_last = found.channels_last
     if is_last is None:
         is_last = not is_flat and has_channels_last(values.shape, channels_last)
-    dtype = file_type if values.dtype.kind == "b" else values.dtype.name
     values = values[None] if is_flat else np.moveaxis(values, 2, 0) if is_last else values
-    how = FieldFormat(suffix, dtype, len(values), is_last, is_flat, found.pixel_size, found.pages)
-    return Field(values.astype(dtype, order="C"), how, file_type)
+    how = FieldFormat(suffix, values.dtype.name, len(values), is_last, is_flat, found.pixel_size, found.pages)
+    return Field(values.astype(how.dtype, order="C"), how, file_type)
+
+
+def _checked(values: Array) -> Array:
+    """Return an array of a file if it is a field, and truth values as numbers."""
+    values = values.astype(np.uint8) if values.dtype.kind == "b" else values
+    if values.dtype.name not in TYPES:
+        raise ValueError(f"its values are of the type {values.dtype.name}; convert them to one of {', '.join(TYPES)}")
+    if values.ndim not in (2, 3) or values.size == 0:
+        raise ValueError(f"its shape is {values.shape}; save arrays of two axes, or of three with the channels")
+    return values
 
 
 def has_channels_last(shape: tuple[int, ...], channels_last: bool | None) -> bool:
@@ -159,27 +162,7 @@ def require(package: str) -> Any:
         raise UsageError(f"TIFF and PNG files of fields need {package}: pip install tifffile imagecodecs") from error
 
 
-def _check(shape: tuple[int, ...], dtype: np.dtype[Any], size: int) -> None:
-    """Check the array that a file of some size [bytes] declares.
-
-    Raises:
-        ValueError: if it is no field, or the file is too small for it.
-    """
-    if dtype.kind != "b" and dtype.name not in TYPES:
-        raise ValueError(f"its values are of the type {dtype.name}; convert them to one of {', '.join(TYPES)}")
-    if len(shape) not in (2, 3) or min(shape) < 1:
-        raise ValueError(f"its shape is {shape}; save arrays of two axes, or of three with the channels")
-    if prod(shape) * dtype.itemsize > max(UNSUSPICIOUS, MAX_RATIO * size):
-        raise ValueError(f"it declares the shape {shape}, which the file is too small to hold")
-
-
-def _read_array(stream: IO[bytes], size: int) -> Contents:
-    head = BytesIO(stream.read(MAX_HEADER))  # never more, whatever length the header declares
-    is_first_version = np.lib.format.read_magic(head) == (1, 0)
-    read_rest = np.lib.format.read_array_header_1_0 if is_first_version else np.lib.format.read_array_header_2_0
-    shape, _, dtype = read_rest(head)
-    _check(shape, dtype, size)
-    stream.seek(0)
+def _read_array(stream: IO[bytes], _size: int) -> Contents:
     values = np.lib.format.read_array(stream, allow_pickle=False)
     if stream.read(1):  # at the end of an archive, this compares the checksum
         raise ValueError("it holds more values than its header declares")
@@ -194,25 +177,9 @@ def _read_archive(stream: IO[bytes], size: int) -> Contents:
     return _read_array(archive.open(names[0]), size)
 
 
-def _png_header(stream: IO[bytes]) -> tuple[int, int, int, int]:
-    """Return width and height [px], bits per value, and the number of the colour type."""
-    head = stream.read(26)
-    if len(head) < 26 or head[:8] != b"\x89PNG\r\n\x1a\n":
-        raise ValueError("it is not a PNG file")
-    width, height, bits, colours = struct.unpack(">IIBB", head[16:])
-    return width, height, bits, colours
-
-
-def _read_png(stream: IO[bytes], size: int) -> Contents:
-    width, height, bits, colours = _png_header(stream)
-    if colours not in PNG_CHANNELS or bits < 8:
-        raise ValueError("it has a palette, or less than 8 bits per value; save it as grey or as RGB")
-    channels = PNG_CHANNELS[colours]
-    _check((height, width, channels), np.dtype(f"uint{bits}"), size)
-    stream.seek(0)
+def _read_png(stream: IO[bytes], _size: int) -> Contents:
     values = require("imagecodecs").png_decode(stream.read())
-    values = values.reshape(height, width, -1)[..., :channels]  # a transparent colour adds a channel
-    return Contents(values[..., 0] if channels == 1 else values, channels_last=channels > 1)
+    return Contents(values, channels_last=values.ndim == 3)
 
 
 def _read_tiff(stream: IO[bytes], size: int) -> Contents:
@@ -231,9 +198,9 @@ def _read_tiff(stream: IO[bytes], size: int) -> Contents:
         raise ValueError(f"it has {len(pages)} pages of shape {page.shape}; save channels as pages, or in one page")
     if page.photometric == PALETTE or page.dtype is None:
         raise ValueError(f"it has a palette, or {page.bitspersample} bits per value; save one of {', '.join(TYPES)}")
-    shape = (len(pages), *page.shape) if len(pages) > 1 else page.shape
-    for declared in (shape, page.chunks):  # a tile is decoded whole, also where it reaches beyond the page
-        _check(declared, page.dtype, size)
+    declared = max(len(pages) * prod(page.shape), prod(page.chunks))  # a tile is decoded whole, also beyond the page
+    if declared * page.dtype.itemsize > max(UNSUSPICIOUS, MAX_RATIO * size):
+        raise ValueError(f"it declares {declared} values, which it is too small to hold")
     planes = [each.asarray(maxworkers=1) for each in pages]
     values = np.stack(planes) if len(planes) > 1 else planes[0]
     return Contents(values, page.axes == "YXS", _nodata(found[0].tags), _pixel_size(page.tags), len(pages) > 1)
@@ -281,14 +248,14 @@ def is_measured(file: Path) -> bool:
     if suffix not in FIELD_SUFFIXES:
         return False
     with open_regular(file) as stream:
-        return _png_header(stream)[2] > 8 if suffix == ".png" else _is_measured_tiff(stream)
+        head = stream.read(26)
+        if suffix == ".png":
+            return head[24] > 8  # bits of a value
+        return _is_measured_tiff(head, stream)
 
 
-def _is_measured_tiff(stream: IO[bytes]) -> bool:
-    head = stream.read(8)
-    if 43 in head[2:4]:  # BigTIFF
-        head += stream.read(8)
-    page = ImageFileDirectory_v2(head)
+def _is_measured_tiff(head: bytes, stream: IO[bytes]) -> bool:
+    page = ImageFileDirectory_v2(head[: 16 if 43 in head[2:4] else 8])  # 43 for BigTIFF
     for number in range(2):  # a second page of full size is a second channel
         if not page.next:
             return False

@@ -6,7 +6,7 @@ of other real fields, which is not 0 either, because the number of fields is lim
 """
 
 from itertools import combinations
-from math import isnan, nan
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -94,23 +94,21 @@ def spectrum(fields: Tensor) -> Tensor:
         The power in squared units of the channel, float64 ``[c, k]``, in the shells of :func:`shell_means`; NaN for a
         channel without known pixels.
     """
-    total, count = (torch.zeros((), dtype=torch.float64, device=fields.device) for _ in range(2))
+    spectra = list[Tensor]()
     for some in fields.split(max(1, AT_ONCE // fields[0].numel())):
         known = ~some.isnan()
-        sizes = known.sum(dim=(2, 3), keepdim=True)
-        means = some.double().nansum(dim=(2, 3), keepdim=True) / sizes.clamp(min=1)
-        deviations = torch.where(known, some - means, 0)
-        power = torch.fft.fft2(deviations).abs().square() / sizes.clamp(min=1)
-        total, count = total + power.sum(dim=0), count + (sizes > 0).sum(dim=0)
-    return shell_means(total / count)
+        deviations = torch.where(known, some - some.double().nanmean(dim=(2, 3), keepdim=True), 0)
+        power = torch.fft.fft2(deviations).abs().square() / known.sum(dim=(2, 3), keepdim=True)
+        spectra.append(shell_means(power.flatten(0, 1)).unflatten(0, some.shape[:2]))
+    return torch.cat(spectra).nanmean(dim=0)
 
 
 def correlations(fields: Tensor) -> Tensor:
     """Compute Pearson's correlation coefficient of each pair of channels, over all pixels that are known in both.
 
     Returns:
-        The coefficients of the pairs (1, 2), (1, 3), ..., (2, 3), ..., float64 ``[c * (c - 1) / 2]``; 0 if a channel
-        is constant, NaN if no pixel is known in both.
+        The coefficients of the pairs (1, 2), (1, 3), ..., (2, 3), ..., float64 ``[c * (c - 1) / 2]``; 0 where they are
+        undefined.
     """
     values = [_correlation(fields[:, pair]) for pair in combinations(range(fields.shape[1]), 2)]
     return torch.tensor(values, dtype=torch.float64)
@@ -118,11 +116,8 @@ def correlations(fields: Tensor) -> Tensor:
 
 def _correlation(fields: Tensor) -> float:
     pairs = fields.double().transpose(0, 1).flatten(1)
-    pairs = pairs[:, ~pairs.isnan().any(dim=0)]
-    if pairs.shape[1] == 0:
-        return nan
-    is_constant = (pairs.amin(dim=1) == pairs.amax(dim=1)).any()  # exact, as no standard deviation is
-    return 0.0 if is_constant else torch.corrcoef(pairs)[0, 1].item()
+    known = pairs[:, ~pairs.isnan().any(dim=0)]
+    return torch.corrcoef(known)[0, 1].nan_to_num(0.0).item()
 
 
 def wasserstein_distance(values: Tensor, others: Tensor) -> float:
@@ -133,8 +128,6 @@ def wasserstein_distance(values: Tensor, others: Tensor) -> float:
     exact. NaN counts as unknown; without known numbers, the distance is NaN.
     """
     values, others = (_known(each).sort().values for each in (values, others))
-    if 0 in (len(values), len(others)):
-        return nan
     steps = torch.cat((values, others)).sort().values
     below, others_below = (torch.searchsorted(each, steps[:-1], right=True).double() for each in (values, others))
     return ((below / len(values) - others_below / len(others)).abs() * steps.diff()).sum().item()
@@ -154,35 +147,24 @@ def field_scores(samples: Tensor, real: Tensor, other: Tensor) -> dict[str, floa
         log10(power of samples / power of real), in decades, which is a tenth of the log-spectral distance in dB (Gray
         and Markel 1976, doi:10.1109/TASSP.1976.1162849). For several channels, ``correlation_error``: the largest
         absolute difference of a correlation coefficient. ``_of_real``: the same scores of ``other``. All are 0 at best.
-        Scores that are undefined are left out: those of a channel that is constant in ``real`` or unknown in one set.
+        Scores that are undefined are left out, such as those of a channel that is constant in ``real``.
     """
-    scores, scale, sets = dict[str, float](), _deviations(real), {"": samples, "_of_real": other}
-    expected, coefficients = _relative_spectrum(real, scale), correlations(real)
-    errors = {
-        end: (_relative_spectrum(fields, scale) / expected).log10().square().mean(dim=1).sqrt()
-        for end, fields in sets.items()
-    }
-    for channel, deviation in enumerate(scale.tolist()):
-        for end, fields in sets.items():
-            distance = wasserstein_distance(fields[:, channel], real[:, channel])
-            scores[f"channel_{channel + 1}_wasserstein{end}"] = distance / deviation
-        scores |= {f"channel_{channel + 1}_spectrum_error{end}": each[channel].item() for end, each in errors.items()}
-    for end, fields in sets.items():
-        differences = (correlations(fields) - coefficients).abs()
-        scores[f"correlation_error{end}"] = max(differences[~differences.isnan()].tolist(), default=nan)
-    return {name: score for name, score in scores.items() if not isnan(score)}
+    scale = torch.stack([_known(channel).std(correction=0) for channel in real.unbind(dim=1)])
+    scores, expected, coefficients = dict[str, float](), _relative_spectrum(real, scale), correlations(real)
+    for end, fields in {"": samples, "_of_real": other}.items():
+        errors = (_relative_spectrum(fields, scale) / expected).log10().square().mean(dim=1).sqrt().tolist()
+        for channel, error in enumerate(errors):
+            distance = wasserstein_distance(fields[:, channel], real[:, channel]) / scale[channel]
+            scores[f"channel_{channel + 1}_wasserstein{end}"] = distance.item()
+            scores[f"channel_{channel + 1}_spectrum_error{end}"] = error
+        if len(scale) > 1:
+            scores[f"correlation_error{end}"] = (correlations(fields) - coefficients).abs().max().item()
+    return {name: scores[name] for name in sorted(scores) if isfinite(scores[name])}
 
 
 def _known(values: Tensor) -> Tensor:
     """Return the numbers that are not NaN, float64 ``[n]``."""
     return values[~values.isnan()].double()
-
-
-def _deviations(fields: Tensor) -> Tensor:
-    """Return the standard deviation of each channel, float64 ``[c]``, or NaN if it is constant or unknown."""
-    channels = [_known(channel) for channel in fields.unbind(dim=1)]
-    values = [each.std(correction=0).item() if (each != each[:1]).any() else nan for each in channels]
-    return torch.tensor(values, dtype=torch.float64)
 
 
 def _relative_spectrum(fields: Tensor, scale: Tensor) -> Tensor:

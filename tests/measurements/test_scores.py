@@ -13,7 +13,6 @@ from torch import Tensor
 from rectified_flow.measurements.scores import (
     correlations,
     field_scores,
-    shell_means,
     spectrum,
     wasserstein_distance,
     wave_numbers,
@@ -80,37 +79,19 @@ def test_white_noise_is_flat(size: tuple[int, int], known: float) -> None:
     assert 0.0005 < chi2.cdf(deviations.square().sum(), deviations.numel()) < 0.9995
 
 
-def test_the_mean_over_fields() -> None:
-    fields = random(3, 2, 8, 8)
-    torch.testing.assert_close(spectrum(fields), torch.stack([spectrum(each[None]) for each in fields]).mean(dim=0))
-    unknown = torch.full((2, 2, 8, 8), nan)
-    torch.testing.assert_close(spectrum(torch.cat((fields, unknown))), spectrum(fields), msg="unknown fields count not")
-    one_channel = torch.stack((fields[:, 0], unknown[:1, 0].expand(3, 8, 8)), dim=1)
-    assert spectrum(one_channel)[1].isnan().all()
-
-
-def test_many_fields_are_transformed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_mean_over_fields_with_gaps_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     fields = random(7, 2, 8, 8)
     together = spectrum(fields)
+    torch.testing.assert_close(together, torch.stack([spectrum(each[None]) for each in fields]).mean(dim=0))
     monkeypatch.setattr("rectified_flow.measurements.scores.AT_ONCE", 3 * fields[0].numel())
-    torch.testing.assert_close(spectrum(fields), together)
-
-
-def test_the_mean_of_each_field_has_no_power_and_gaps_are_at_the_mean() -> None:
-    fields = random(4, 1, 8, 8)
-    moved = fields + 1000 * torch.arange(4)[:, None, None, None]
-    torch.testing.assert_close(spectrum(moved), spectrum(fields), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(spectrum(fields), together, msg="many fields are transformed in parts")
+    unknown = torch.full((2, 2, 8, 8), nan)
+    torch.testing.assert_close(spectrum(torch.cat((fields, unknown))), together, msg="unknown fields count not")
+    moved = fields + 1000 * torch.arange(7)[:, None, None, None]
+    torch.testing.assert_close(spectrum(moved), together, rtol=1e-3, atol=1e-3, msg="the mean has no power")
     constant = torch.full((1, 1, 8, 8), 280.1)
     constant[..., :3] = nan
-    assert spectrum(constant).max() < 1e-20
-
-
-def test_shell_means_of_a_law() -> None:
-    """Each mode of a ring counts once."""
-    numbers = wave_numbers(16, 16)
-    means = shell_means(numbers.square()[None])[0]
-    ring = numbers[(numbers >= 2.5) & (numbers < 3.5)]
-    assert means[2] == pytest.approx(ring.square().mean().item())
+    assert spectrum(constant).max() < 1e-20, "gaps are at the mean"
 
 
 def test_distances_of_distributions() -> None:
@@ -178,56 +159,17 @@ def test_correlations() -> None:
     fields[:, 1, :, 8:] = nan
     both = fields[:, :2, 8:, :8].double().transpose(0, 1).flatten(1)
     assert correlations(fields)[0].item() == pytest.approx(np.corrcoef(both)[0, 1])
-    fields[:, 1, 8:] = nan
-    assert correlations(fields).isnan().tolist() == [True, False, False]
-    few = one[:6, :, :8, :8].double()
-    constant = torch.cat((few, torch.full_like(few, 280.1)), dim=1)
-    assert correlations(constant).tolist() == [0]
 
 
 def test_scores_of_real_fields() -> None:
     """They compare the other real fields, and no samples."""
     real, other = random(30, 2, 8, 8), random(30, 2, 8, 8, seed=1)
-    scores = field_scores(other, real, other)
-    assert [*scores] == [
-        "channel_1_wasserstein",
-        "channel_1_wasserstein_of_real",
-        "channel_1_spectrum_error",
-        "channel_1_spectrum_error_of_real",
-        "channel_2_wasserstein",
-        "channel_2_wasserstein_of_real",
-        "channel_2_spectrum_error",
-        "channel_2_spectrum_error_of_real",
-        "correlation_error",
-        "correlation_error_of_real",
-    ]
-    assert all(0 < scores[name] == scores[f"{name}_of_real"] < 0.2 for name in scores if not name.endswith("_of_real"))
-    worse = field_scores(3 * other, real, other)
-    assert {name: worse[name] for name in worse if name.endswith("_of_real")} == {
-        name: scores[name] for name in scores if name.endswith("_of_real")
-    }
-
-
-def constant(fields: Tensor) -> Tensor:
-    fields[:, 1] = 280.1  # its mean in float64 is another number
-    return fields
-
-
-def unknown(fields: Tensor) -> Tensor:
-    fields[:, 1] = nan
-    return fields
-
-
-@pytest.mark.parametrize("change", [constant, unknown])
-def test_channels_without_a_scale(change: Callable[[Tensor], Tensor]) -> None:
-    """A channel that is constant or unknown in real fields has no scores; other channels keep theirs."""
-    samples, real, other = (random(6, 2, 8, 8, seed=seed).double() for seed in range(3))
-    expected = field_scores(samples[:, :1], real[:, :1], other[:, :1])
-    real, other = change(real), change(other)
-    scores = field_scores(samples, real, other)
-    correlation = {name: scores.pop(name) for name in [*scores] if name.startswith("correlation")}
-    assert scores == expected
-    assert correlation.keys() == ({"correlation_error", "correlation_error_of_real"} if change is constant else set())
+    scores, worse = field_scores(other, real, other), field_scores(3 * other, real, other)
+    names = ["channel_1_wasserstein", "channel_2_spectrum_error", "correlation_error"]
+    assert {*names} <= scores.keys()
+    assert len(scores) == 10
+    for name in names:
+        assert 0 < scores[name] == scores[f"{name}_of_real"] == worse[f"{name}_of_real"] < 0.2
 
 
 def test_constant_samples() -> None:
@@ -237,10 +179,10 @@ def test_constant_samples() -> None:
     assert scores["channel_1_spectrum_error"] == pytest.approx(12, abs=0.1)
     assert scores["channel_1_wasserstein"] == pytest.approx((2 / pi) ** 0.5, abs=0.05)
     without = field_scores(torch.full_like(real, nan), real, real)
-    assert [*without] == ["channel_1_wasserstein_of_real", "channel_1_spectrum_error_of_real"]
+    assert without.keys() == {"channel_1_wasserstein_of_real", "channel_1_spectrum_error_of_real"}
 
 
-@pytest.mark.parametrize("size", [(1, 1), (1, 6), (2, 3), (5, 4)])
+@pytest.mark.parametrize("size", [(1, 6), (2, 3), (5, 4)])
 def test_one_small_field(size: tuple[int, int]) -> None:
     samples, real, other = (random(1, 2, *size, seed=seed) for seed in range(3))
     assert all(map(isfinite, field_scores(samples, real, other).values()))
