@@ -135,13 +135,9 @@ class WrittenCondition(Condition):
         """
         return {}
 
-    def example(self, count: int, generator: torch.Generator) -> Tensor:
-        """Return random values, as an exported program takes them."""
-        raise UsageError(f"a {self.column_type} cannot be exported: train without this condition")
-
     def exported(self) -> dict[str, Any]:
         """Return what a caller of an exported program needs to know to choose values."""
-        raise NotImplementedError
+        raise UsageError(f"a {self.column_type} cannot be exported: train without this condition")
 
     def companion(self, *, is_page: bool) -> Any:
         """Return a further program that callers of an exported program need, if there is one."""
@@ -220,10 +216,6 @@ class Labels(WrittenCondition):
     def targets(self, values: Tensor) -> Tensor:
         """Return indicators of the labels and of "none"."""
         return F.one_hot(values, self.num_classes + 1).double()
-
-    def example(self, count: int, generator: torch.Generator) -> Tensor:
-        """Return random labels."""
-        return torch.randint(self.num_classes, (count,), generator=generator)
 
     def exported(self) -> dict[str, Any]:
         """Return the names, and the label that stands for "none"."""
@@ -332,11 +324,6 @@ class Number(WrittenCondition):
         """Return the share of the training data below each number."""
         shares = np.linspace(0, 1, len(self.quantiles))
         return torch.from_numpy(np.interp(values, self.quantiles, shares))[:, None]
-
-    def example(self, count: int, generator: torch.Generator) -> Tensor:
-        """Return random numbers in the range of the training data."""
-        low, high = self.quantiles[0], self.quantiles[-1]
-        return low + (high - low) * torch.rand(count, generator=generator)
 
     def exported(self) -> dict[str, Any]:
         """Return the quantiles."""

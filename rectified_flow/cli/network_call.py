@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
-from rectified_flow.condition import LARGEST, Labels, Picture, WrittenCondition, chosen
+from rectified_flow.condition import LARGEST, Picture, WrittenCondition, chosen, written
 from rectified_flow.errors import RunError, UsageError
 from rectified_flow.flows.flow import SOURCE, Flow
 from rectified_flow.flows.flow_map import FlowMap
@@ -57,7 +57,7 @@ class NetworkCall(nn.Module):
                 )
         self.flow: RectifiedFlow | FlowMap = flow.eval().requires_grad_(False)
         self.is_map, self.shape = isinstance(flow, FlowMap), space.shape
-        self.kinds = {name: each for name, each in conditions.items() if isinstance(each, WrittenCondition)}
+        self.kinds = written(conditions)
         """Kinds of the inputs that are conditions, without a source."""
         self.takes_source = SOURCE in conditions and not flow.from_source
         """Whether the source is an input; a path that starts from it has it in ``x``."""
@@ -65,7 +65,7 @@ class NetworkCall(nn.Module):
         self.constants = {name: each for name, each in flow.conditions.items() if name not in inputs}
 
     def example(self, count: int) -> dict[str, Tensor]:
-        """Return random inputs by name for ``count`` rows.
+        """Return example inputs by name for ``count`` rows.
 
         They are ``x`` float32 ``[b, c, h, w]``, ``t`` float32 ``[b]``, for a map the earlier time ``r`` float32
         ``[b]``, and, if the network takes them: labels int64 ``[b]``; numbers float32 ``[b]``; captions float32
@@ -77,7 +77,7 @@ class NetworkCall(nn.Module):
         inputs["t"] = 0.1 + 0.9 * torch.rand(count, generator=generator)
         if self.is_map:
             inputs["r"] = inputs["t"] * torch.rand(count, generator=generator)
-        inputs |= {name: _example_of(kind, count, generator) for name, kind in self.kinds.items()}
+        inputs |= {name: _example_of(kind, count) for name, kind in self.kinds.items()}
         if self.takes_source:
             unknown = (torch.rand(count, 1, *self.shape[1:], generator=generator) < 0.5).float()
             pixels = 2 * torch.rand(count, *self.shape, generator=generator) - 1
@@ -95,16 +95,18 @@ class NetworkCall(nn.Module):
         return self.flow.exact_velocity(x, t, **values)
 
 
-def _example_of(kind: WrittenCondition, count: int, generator: torch.Generator) -> Tensor:
-    """Return random values of a condition as a program takes them: "none" is a number of ``LARGEST``, and not NaN."""
-    values, none = kind.example(count, generator), kind.none(count, torch.device("cpu")).nan_to_num(LARGEST)
-    given = torch.arange(count) % 3 < 2
-    return torch.where(given.reshape(-1, *[1] * (none.ndim - 1)), values, none)
+def _example_of(kind: WrittenCondition, count: int) -> Tensor:
+    """Return values of a condition as a program takes them: "none" is a number of ``LARGEST``, and not NaN."""
+    values, texts = kind.none(count, torch.device("cpu")), kind.examples
+    for row in range(count if texts else 0):
+        if row % 3 < 2:
+            values[row] = kind.parse([texts[row % len(texts)]])[0]
+    return values.nan_to_num(LARGEST)
 
 
 def describe(call: NetworkCall) -> dict[str, Any]:
     """Return the contents of ``model.json``: the inputs and output of the program, and the settings of sampling."""
-    flow, labels = call.flow, call.kinds.get("labels")
+    flow = call.flow
     return {
         "file": MODEL_FILE,
         "kind": "map" if call.is_map else "rectified",
@@ -117,7 +119,7 @@ def describe(call: NetworkCall) -> dict[str, Any]:
         "range": [-1, 1],
         "fields": flow.space.on_page(),
         "classes": flow.class_names,
-        "no_label": labels.num_classes if isinstance(labels, Labels) else None,
+        "no_label": getattr(flow.conditions.get("labels"), "num_classes", None),
         "conditions": [{"name": name} | kind.exported() for name, kind in call.kinds.items()],
         "steps": flow.default_steps,
         "solver": solver_name(flow, {}),

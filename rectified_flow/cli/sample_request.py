@@ -140,24 +140,20 @@ def _from_pictures(path: Path, flags: PicturesConfig, trained: Trained, options:
 
 def _check_translation(flags: PicturesConfig, trained: Trained) -> None:
     """Raise a UsageError if a flag of ``--from_images`` has no effect on the flow."""
-    flow, source = trained.flow, trained.source
-    needed = "mask" if flags.mask is not None else "start"
+    flow, reason = trained.flow, f"has no effect on the {type(trained.flow).__name__} of {trained.source}: leave it out"
+    needed = "start" if flags.mask is None else "mask"
     takes_pictures = flow.takes_source or needed in inspect.signature(flow.sample).parameters
-    if not (takes_pictures and flow.space.input_suffixes):
-        raise UsageError(f"--from_images has no effect: {source} is a {type(flow).__name__} of other data")
-    is_mask = isinstance(flow.degradation, Mask)
-    is_certain = flow.from_source and flow.source_noise == 0 and not is_mask
+    refuse({"from_images": not (takes_pictures and flow.space.input_suffixes)}, reason)
+    paints = isinstance(flow.degradation, Mask)
+    is_random = not flow.from_source or flow.source_noise > 0 or paints
     works = {
         "degrade": flow.degradation is not None,
         "strength": not flow.takes_source,
-        "mask": is_mask if flow.takes_source else flow.degradation is None,
-        "variants": flags.mask is not None or (flow.takes_source and not is_certain),
+        "mask": paints if flow.takes_source else flow.degradation is None,
+        "variants": flags.mask is not None or (flow.takes_source and is_random),
         "reverse": flow.from_source and hasattr(flow, "encode"),
     }
-    start = "from pictures" if flow.from_source else "of pictures" if flow.takes_source else "from noise"
-    degraded = "" if flow.degradation is None else f", degraded by {type(flow.degradation).__name__}"
-    why = f"has no effect: {source} is a {type(flow).__name__} {start}{' without noise' * is_certain}{degraded}"
-    refuse({name: getattr(flags, name) != getattr(PicturesConfig, name) and not works[name] for name in works}, why)
+    refuse({name: getattr(flags, name) != getattr(PicturesConfig, name) and not works[name] for name in works}, reason)
 
 
 def _degraded(flow: Flow, data: Tensor, seed: int) -> Tensor:

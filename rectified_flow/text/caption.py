@@ -107,13 +107,6 @@ class Caption(WrittenCondition):
         share = found(pictures[1:, groups], pictures[0, groups], NEAREST)
         return {f"retrieval_at_{NEAREST}": share, "retrieval_by_chance": NEAREST / size}
 
-    def example(self, count: int, generator: torch.Generator) -> Tensor:
-        """Return random values, with padding."""
-        values = torch.randn(count, 1 + self.tokens, self.size, generator=generator)
-        values = nn.functional.normalize(values, dim=2)
-        values[::2, 1 + values.shape[1] // 2 :] = LARGEST
-        return values
-
     def exported(self) -> dict[str, Any]:
         """Return what a caller of an exported program needs to know."""
         sizes = {"size": self.size, "tokens": self.tokens, "examples": list(self.examples)}

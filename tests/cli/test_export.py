@@ -36,10 +36,11 @@ from rectified_flow.spaces.degradations import Degradation, Downsample, Mask
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.system.outputs import RECORD
 from rectified_flow.text.caption import Caption
-from rectified_flow.text.encoders import BagOfWords, PretrainedTextEncoder, TextEncoder
+from rectified_flow.text.encoders import BagOfWords, TextEncoder
 from tests.programs import assert_refused, program, stand_in
 from tests.ranks import run_on_ranks
 from tests.test_load import FLOWS, write
+from tests.text.tiny_encoder import tiny_encoder
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -246,26 +247,6 @@ class Lengths(TextEncoder):
 
     def encode(self, texts: Sequence[str], tokens: int = 0) -> Tensor:
         return torch.tensor([[len(text)] for text in texts]).float()[:, None]
-
-
-def tiny_encoder(folder: Path, seed: int = 0) -> PretrainedTextEncoder:
-    """A BERT of random weights, with its tokenizer in WordPiece, written to ``folder``."""
-    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "the", "red", "blue", "two", "flower", "cat", "dog"]
-    words += ["in", "and", ",", ".", "!", "##s"]
-    vocabulary = {word: number for number, word in enumerate(words)}
-    backend = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocabulary, unk_token="[UNK]"))
-    backend.normalizer = tokenizers.normalizers.BertNormalizer()
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
-    backend.post_processor = tokenizers.processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
-    names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, model_max_length=12, **names)
-    sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
-    torch.manual_seed(seed)
-    config = transformers.BertConfig(vocab_size=len(words), max_position_embeddings=16, initializer_range=0.5, **sizes)
-    transformers.BertModel(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return PretrainedTextEncoder(str(folder))
 
 
 @register

@@ -22,17 +22,6 @@ from tests.test_load import FLOWS
 pytestmark = pytest.mark.page
 SEEDS = [0, 7, 4_000_000_000]
 SOFTWARE_ONLY = "Drawn by the processor (WASM): WebGPU finds no graphics card, only software."
-PRETEND = """{
-  const request = navigator.gpu.requestAdapter.bind(navigator.gpu);
-  navigator.gpu.requestAdapter = async (...given) => {
-    const adapter = await request(...given), info = {};
-    for (const name in adapter.info) if (name !== "isFallbackAdapter") info[name] = adapter.info[name];
-    Object.defineProperty(adapter, "info", { value: Object.assign(info, IN_INFO) });
-    return Object.assign(adapter, ON_ADAPTER);
-  };
-}
-"""
-"""The software adapter says other things about itself."""
 RUNTIME = "**/ort.webgpu.bundle.min.js"
 BROKEN = """
 export const env = { wasm: {} };
@@ -117,30 +106,6 @@ def test_without_a_graphics_card_the_processor_draws(shown: Shown, on_card: Show
     assert shown.text("backend") == "Drawn by the processor (WASM): WebGPU finds no graphics card."
     on_card.open()
     assert on_card.text("backend") == SOFTWARE_ONLY
-
-
-@pytest.mark.parametrize(
-    ("in_info", "on_adapter", "text"),
-    [
-        ("{ isFallbackAdapter: false }", "{}", "Drawn by the graphics card (WebGPU)."),
-        ("{}", "{ isFallbackAdapter: false }", "Drawn by the graphics card (WebGPU)."),
-        ("{}", "{ isFallbackAdapter: true }", SOFTWARE_ONLY),
-    ],
-    ids=["card", "card of an earlier browser", "software of an earlier browser"],
-)
-def test_a_graphics_card_draws_by_default(
-    exported: tuple[Flow, str], on_card: Shown, in_info: str, on_adapter: str, text: str
-) -> None:
-    pretend = PRETEND.replace("IN_INFO", in_info).replace("ON_ADAPTER", on_adapter)
-
-    def change(route: Any) -> None:
-        answer = route.fetch()
-        route.fulfill(response=answer, body=pretend + answer.text())
-
-    on_card.page.route("**/runtime.js", change)
-    on_card.open()
-    assert on_card.text("backend") == text
-    assert np.abs(on_card.picture() - drawn(exported[0], 0)[0]).max() <= 2
 
 
 def test_neither_the_page_nor_its_worker_can_ask_another_host(shown: Shown) -> None:

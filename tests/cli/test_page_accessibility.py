@@ -34,11 +34,6 @@ FOCUSED = """() => {
 """The focused control, and the line around what the visitor sees of it."""
 CONTROLS = """() => [...document.querySelectorAll("a, input, select, button, summary")]
   .filter((each) => each.checkVisibility() && !each.disabled).map((each) => each.id || each.innerText)"""
-COUNT_SAID = """() => {
-  window.said = [];
-  const region = document.getElementById("said");
-  new MutationObserver(() => said.push(region.textContent)).observe(region, { childList: true });
-}"""
 PAINTS = """() => {
   window.painted = [];
   const draw = CanvasRenderingContext2D.prototype.putImageData;
@@ -147,23 +142,6 @@ def test_a_part_is_painted_over_by_keyboard(tmp_path: Path, browser: Any) -> Non
         assert not changed[1:].any()
         assert not changed[:, :6].any()
         assert page.evaluate("document.activeElement.id") == "paint-here"
-
-
-def test_a_screen_reader_says_the_last_message_of_many(tmp_path: Path, browser: Any) -> None:
-    with exported(of_one_step(), tmp_path, browser) as (shown, _):
-        shown.wait()
-        said = "document.getElementById('said').textContent"
-        wait_for("a message", lambda: "16 pictures in" in shown.page.evaluate(said))
-        shown.page.evaluate(COUNT_SAID)
-        shown.page.focus("#walk")
-        for _press in range(10):
-            shown.page.keyboard.press("ArrowRight")
-            shown.page.wait_for_timeout(50)
-        shown.wait()
-        shown.page.wait_for_timeout(1500)
-        assert len(shown.page.evaluate("said")) == 1
-        assert shown.page.evaluate(said) == shown.text("status")
-        assert shown.page.locator("[aria-live=polite], [role=status], [role=alert]").count() == 1
 
 
 def test_the_keys_can_be_switched_off(tmp_path: Path, browser: Any) -> None:

@@ -16,7 +16,8 @@ from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.text.caption import Caption
 from rectified_flow.text.encoders import BagOfWords
 from tests.cli.browser import HAS_CARD, UNNAMED, Shown, drawn, page_of
-from tests.cli.test_export import small, tiny_encoder
+from tests.cli.test_export import small
+from tests.text.tiny_encoder import tiny_encoder
 
 SHAPE = (3, 8, 8)
 EXAMPLES = ("a red flower", "two blue flowers, and a cat")
@@ -126,7 +127,10 @@ def test_a_text_is_encoded_by_a_pretrained_encoder(tmp_path: Path, browser: Any)
 @pytest.mark.page
 def test_webgpu_draws_beside_a_text_encoder_and_takes_what_is_none(tmp_path: Path, browser_with_card: Any) -> None:
     encoder = tiny_encoder(tmp_path / "encoder")
-    conditions: dict[str, Condition] = {"text": Caption(encoder, 8, 6, EXAMPLES), "petal_length": Number(QUANTILES)}
+    conditions: dict[str, Condition] = {
+        "text": Caption(encoder, encoder.size, 6, EXAMPLES),
+        "petal_length": Number(QUANTILES),
+    }
     flow = RectifiedFlow(small(**conditions), space=Pixels(SHAPE))
     with page_of(flow, tmp_path, browser_with_card) as shown:
         shown.page.goto(shown.address)

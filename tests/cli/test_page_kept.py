@@ -1,11 +1,9 @@
 """Links to an exported page, downloads from it, its loading, and the page without a network."""
 
-import gzip
 import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import numpy as np
@@ -23,8 +21,8 @@ from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.text.caption import Caption
 from rectified_flow.text.encoders import BagOfWords
 from tests.cli.browser import Shown, export_page, looking_at, serving
-from tests.cli.test_export import small, tiny_encoder
-from tests.patience import PATIENCE, wait_for
+from tests.cli.test_export import small
+from tests.patience import wait_for
 from tests.test_load import FLOWS
 
 pytestmark = pytest.mark.page
@@ -203,55 +201,3 @@ def test_the_page_works_without_a_network_after_a_visit(browser: Any, rectified:
         shown.wait()
         wait_for("the new version", lambda: shown.page.evaluate(kept) != version)
         wait_for("one version", lambda: "," not in shown.page.evaluate(kept))
-
-
-READ = "() => { const bar = document.getElementById('loaded'); return [bar.value, bar.max]; }"
-
-
-def test_a_bar_shows_how_much_of_all_files_is_loaded(tmp_path: Path, browser: Any) -> None:
-    caption = Caption(tiny_encoder(tmp_path / "encoder"), 8, 6, ("a red flower",))
-    folder = export_page(RectifiedFlow(small(text=caption), space=Pixels((3, 8, 8))), tmp_path)
-    goes_on, half = Event(), Event()
-    names = ["ort/ort-wasm-simd-threaded.wasm", "model.onnx", "text_encoder.onnx"]
-    sizes = {name: (folder / name).stat().st_size for name in names}
-
-    class Slow(QuietHandler):
-        """Sends the runtime in two halves, and everything compressed."""
-
-        def do_GET(self) -> None:  # noqa: N802
-            path = self.path.partition("?")[0].lstrip("/")
-            if path not in names:
-                super().do_GET()
-                return
-            content = gzip.compress((folder / path).read_bytes(), 1)
-            self.send_response(200)
-            self.send_header("Content-Encoding", "gzip")
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            middle = len(content) // 2 if path.endswith(".wasm") else len(content)
-            self.wfile.write(content[:middle])
-            self.wfile.flush()
-            if middle < len(content):
-                half.set()
-                goes_on.wait(PATIENCE)
-                self.wfile.write(content[middle:])
-
-    with serving(folder, Slow) as address, looking_at(browser, address) as shown:
-        page, total = shown.page, sum(sizes.values())
-        page.goto(shown.address)
-        wait_for("the first half", half.is_set)
-        rest = sizes["model.onnx"] + sizes["text_encoder.onnx"]
-        wait_for("the bar", lambda: page.locator("#loading").is_visible() and page.evaluate(READ)[0] > rest)
-        page.wait_for_timeout(500)
-        value, greatest = page.evaluate(READ)
-        assert greatest == total
-        assert rest + 0.1 * (total - rest) < value < total
-        assert shown.text("loaded-size") == f"{value / 1e6:.1f} of {total / 1e6:.1f} MB"
-        assert page.locator("#progress").is_hidden()
-        goes_on.set()
-        shown.wait()
-        assert page.locator("#loading").is_hidden()
-        assert page.locator("#progress").is_visible()
-    listed = json.loads((folder / "model.json").read_text())["sizes"]
-    assert sizes.items() <= listed.items()
-    assert all((folder / name).stat().st_size == size for name, size in listed.items())

@@ -28,8 +28,8 @@ from rectified_flow.spaces.degradations import Degradation, Downsample, Grey, Ma
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.system.provenance import PACKET, Provenance, read_provenance
 from rectified_flow.text.encoders import BagOfWords, words_of
-from tests.cli.test_export import tiny_encoder
 from tests.patience import PATIENCE
+from tests.text.tiny_encoder import tiny_encoder
 
 pytestmark = pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
 SHAPE = (3, 8, 8)

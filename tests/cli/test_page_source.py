@@ -35,34 +35,7 @@ PASTE = """async (name) => {
   data.items.add(new File([await (await fetch(name)).blob()], name, { type: "image/png" }));
   dispatchEvent(new ClipboardEvent("paste", { clipboardData: data }));
 }"""
-CATCH_WORKER = """Worker = class extends Worker {
-  constructor(...given) { super(...given); window.worker = this; }
-};"""
-FINISH = """window.finish = (id) => {
-  const x = new Float32Array(16 * 192).fill(-1);
-  worker.onmessage({ data: { id, interval: 1, steps: 1, x, milliseconds: 5e6 } });
-  return document.getElementById("status").textContent;
-};"""
-"""The worker finishes a job: the status is returned, which has 5000 s if its pictures are shown."""
-SLOW = """() => {
-  const read = createImageBitmap, close = ImageBitmap.prototype.close;
-  window.released = 0;
-  ImageBitmap.prototype.close = function () { released += 1; close.call(this); };
-  window.createImageBitmap = (file) => file.name !== "slow.png" ? read(file)
-    : new Promise((resolve) => { window.arrive = () => resolve(read(file)); });
-}"""
-"""The browser reads slow.png when it is told to."""
-ARRIVE = "async () => { arrive(); await new Promise((resolve) => setTimeout(resolve, 300)); }"
 FOCUSED = "document.activeElement.id"
-IGNORED = "key => document.body.dispatchEvent(new KeyboardEvent('keydown', { key, bubbles: true, cancelable: true }))"
-"""Whether the page leaves a key to the browser."""
-SECOND_FINGER = """() => {
-  const frame = document.querySelector("#compare .frame"), { left, bottom } = frame.getBoundingClientRect();
-  for (const kind of ["pointerdown", "pointermove", "pointerup"]) {
-    const given = { pointerId: 2, isPrimary: false, clientX: left + 2, clientY: bottom - 2, bubbles: true };
-    frame.dispatchEvent(new PointerEvent(kind, given));
-  }
-}"""
 
 
 @contextmanager
@@ -199,18 +172,6 @@ def test_a_part_is_painted_over_and_the_rest_is_kept(tmp_path: Path, browser: An
         assert np.array_equal(before(shown), given(tmp_path))
 
 
-def test_a_condition_is_guided_by(tmp_path: Path, browser: Any) -> None:
-    """Without a source, as guidance needs it, all pixels are unknown."""
-    flow = RectifiedFlow(small(source=Picture(SHAPE)), space=Pixels(SHAPE))
-    with exported(flow, tmp_path, browser) as (shown, sampled):
-        wait_for("the page", shown.page.locator("#call").is_visible)
-        shown.drop(tmp_path / "exported/given.png")
-        shown.wait()
-        assert np.abs(shown.picture() - sampled()[0]).max() <= 2
-        shown.set("guidance", 2.5)
-        assert np.abs(shown.picture() - sampled("--guidance_scale", "2.5")[0]).max() <= 2
-
-
 def test_webgpu_takes_a_source_that_is_partly_unknown(tmp_path: Path, browser_with_card: Any) -> None:
     flow = RectifiedFlow(small(source=Picture(SHAPE)), space=Pixels(SHAPE), degradation=Mask())
     with exported(flow, tmp_path, browser_with_card) as (shown, sampled):
@@ -247,81 +208,6 @@ def test_a_model_without_sources_generates_what_is_painted_over(kind: str, tmp_p
         shown.page.keyboard.press("Escape")
         shown.wait("document.getElementById('views').hidden")
         assert np.array_equal(shown.picture(), noise)
-
-
-def test_results_of_an_earlier_picture_and_second_fingers_change_nothing(tmp_path: Path, browser: Any) -> None:
-    with exported(FLOWS["rectified"](), tmp_path, browser) as (shown, _):
-        page = shown.page
-        page.add_init_script(CATCH_WORKER + FINISH)
-        shown.open()
-        shown.drop(tmp_path / "exported/given.png")
-        wait_for("the brush", page.locator("#brush").is_visible)
-        paint(shown, "#compare")
-        latest = int(page.evaluate("document.body.dataset.drawn"))
-        clear_and_remove = "for (const name of ['clear', 'forget']) document.getElementById(name).click();"
-        status = page.evaluate(f"latest => {{ {clear_and_remove} return finish(latest + 1); }}", latest)
-        assert "5000" not in status
-        shown.wait()
-
-        shown.drop(tmp_path / "exported/given.png")
-        shown.wait("!document.getElementById('views').hidden")
-        latest = int(page.evaluate("document.body.dataset.drawn"))
-        box = page.locator("#compare .frame").bounding_box()
-        middle = {"x": box["x"] + 0.5 * box["width"], "y": box["y"] + 0.4 * box["height"]}
-        page.mouse.move(**middle)
-        page.mouse.down()
-        assert "5000" not in page.evaluate("finish", latest), "no result covers the stroke"
-        page.evaluate(SECOND_FINGER)
-        page.mouse.move(middle["x"] + 0.3 * box["width"], middle["y"])
-        mask = painted_mask(shown, tmp_path)
-        assert not mask[6:].any()
-        page.keyboard.press("Escape")
-        page.mouse.move(**middle)
-        page.mouse.up()
-        shown.wait("document.getElementById('views').hidden")
-        assert page.locator("#clear").is_disabled(), "nothing is painted over without a picture"
-
-
-def test_the_last_of_several_pictures_is_shown(tmp_path: Path, browser: Any) -> None:
-    """The first is given before there is a model, and another takes long to read. There are neither seeds nor keys."""
-    flow = MeanFlow(small(), space=Pixels(SHAPE), from_source=True)
-    with exported(flow, tmp_path, browser) as (shown, _):
-        page, file = shown.page, tmp_path / "exported/given.png"
-        slow = tmp_path / "slow.png"
-        Image.new("RGB", (8, 8), "red").save(slow)
-        held: list[Any] = []
-        page.route("**/model.json", lambda route: held.extend([route]))
-        page.goto(shown.address)
-        page.focus("#file")
-        page.set_input_files("#file", file)
-        wait_for("the request", lambda: page.wait_for_timeout(10) or held)
-        held[0].continue_()
-        shown.wait()
-        assert np.array_equal(before(shown), given(tmp_path))
-        assert page.evaluate(FOCUSED) == "file"
-        assert page.get_by_label("Another picture", exact=True).get_attribute("id") == "file"
-
-        page.evaluate(SLOW)
-        shown.drop(slow)
-        wait_for("reading", lambda: page.evaluate("Boolean(window.arrive)"))
-        page.evaluate("document.body.dataset.drawn = ''")
-        shown.drop(file)
-        shown.wait()
-        page.evaluate(ARRIVE)
-        assert np.array_equal(before(shown), given(tmp_path))
-        assert page.evaluate("released") == 2
-        assert page.evaluate(IGNORED, "ArrowRight")
-        assert page.evaluate(IGNORED, "n")
-        assert "seed" not in page.inner_text("footer")
-
-        page.evaluate("arrive = null")
-        shown.drop(slow)
-        wait_for("reading", lambda: page.evaluate("Boolean(window.arrive)"))
-        page.focus("#forget")
-        page.keyboard.press("Enter")
-        page.evaluate(ARRIVE)
-        assert page.locator("#call").is_visible()
-        assert page.evaluate(FOCUSED) == "file"
 
 
 @register

@@ -116,14 +116,14 @@ def test_a_map_of_one_call_learns_from_it(runs: tuple[str, Path], folders: Path,
     [(code, errors)] = run_on_ranks(1, program, "sample.py", there.split())
     assert code == 0, errors
     back = [*there.split(), "--reverse"]
-    programs.assert_refused("sample.py", 1, " ".join(back), "--reverse has no effect: ")
+    programs.assert_refused("sample.py", 1, " ".join(back), "--reverse has no effect on ")
 
 
 def test_results_have_the_names_of_their_sources(runs: tuple[str, Path], folders: Path, tmp_path: Path) -> None:
     kind, folder = runs
     flags = f"--checkpoint {folder}/one --from_images {folders}/from --num_samples 3 --steps 2 --output_dir {tmp_path}"
     if kind == "unpaired":
-        programs.assert_refused("sample.py", 1, f"{flags} --variants 2", "--variants has no effect: ")
+        programs.assert_refused("sample.py", 1, f"{flags} --variants 2", "--variants has no effect on ")
         return
     [(code, errors)] = run_on_ranks(1, program, "sample.py", [*flags.split(), "--variants", "2"])
     assert code == 0, errors
@@ -178,7 +178,7 @@ def test_the_way_back_leads_to_the_sources(runs: tuple[str, Path], folders: Path
     kind, folder = runs
     flags = f"--checkpoint {folder}/one --from_images {folders}/to --num_samples 2 --steps 2 --reverse"
     if kind in ("mask", "latents"):
-        programs.assert_refused("sample.py", 1, flags, "--reverse has no effect: ")
+        programs.assert_refused("sample.py", 1, flags, "--reverse has no effect on ")
         return
     [(code, errors)] = run_on_ranks(1, program, "sample.py", [*flags.split(), "--output_dir", str(tmp_path)])
     assert code == 0, errors
