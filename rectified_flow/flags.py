@@ -12,7 +12,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import pairwise
@@ -174,7 +174,11 @@ def check_rules(config: Any, given: Collection[str] | None = None) -> None:
 
 def based_on(base: C, config: C, given: Collection[str]) -> C:
     """Return ``base`` with the given flags of ``config``, and without the flags that these exclude or replace."""
-    rules, values, defaults = rules_of(type(base)), values_of(config), _defaults_of(base)
+    rules, values, defaults = (
+        rules_of(type(base)),
+        values_of(config),
+        {name: each for name, _, each in _each_flag(base)},
+    )
     excluded = {
         other for name in {*given} & rules.keys() for other in f"{rules[name].excludes} {rules[name].replaces}".split()
     }
@@ -185,42 +189,31 @@ def based_on(base: C, config: C, given: Collection[str]) -> C:
 
 def rules_of(config_class: Any) -> dict[str, Rule]:
     """Return the rules of all flags by name."""
-    found: dict[str, Rule] = {}
-    for each in fields(config_class):
-        hint = get_type_hints(config_class, include_extras=True)[each.name]
-        if is_dataclass(get_type_hints(config_class)[each.name]):
-            found |= rules_of(get_type_hints(config_class)[each.name])
-        else:
-            found[flag_name(each.name)] = next(filter(_is_rule, getattr(hint, "__metadata__", ())), Rule())
-    return found
+    rules = dict[str, Rule]()
+    for name, hint in flag_types(config_class, include_extras=True).items():
+        found = (each for each in getattr(hint, "__metadata__", ()) if isinstance(each, Rule))
+        rules[name] = next(found, Rule())
+    return rules
 
 
 def changed_flags(config: Any) -> frozenset[str]:
     """Return the names of the flags that differ from their defaults."""
-    defaults = _defaults_of(config)
-    return frozenset(name for name, value in values_of(config).items() if not _is_default(value, defaults[name]))
+    return frozenset(name for name, value, default in _each_flag(config) if not _is_default(value, default))
 
 
 def values_of(config: Any) -> dict[str, Any]:
     """Return the values of all flags by name."""
-    values: dict[str, Any] = {}
+    return {name: value for name, value, _ in _each_flag(config)}
+
+
+def _each_flag(config: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the name, the value and the default of each flag, also of nested groups."""
     for each in fields(config):
         value = getattr(config, each.name)
-        values |= values_of(value) if is_dataclass(value) else {flag_name(each.name): value}
-    return values
-
-
-def _defaults_of(config: Any) -> dict[str, Any]:
-    """Return the defaults of all flags by name. A group may not be built without a flag that it needs."""
-    defaults: dict[str, Any] = {}
-    for each in fields(config):
-        value = getattr(config, each.name)
-        defaults |= _defaults_of(value) if is_dataclass(value) else {flag_name(each.name): each.default}
-    return defaults
-
-
-def _is_rule(value: object) -> bool:
-    return isinstance(value, Rule)
+        if is_dataclass(value):
+            yield from _each_flag(value)
+        else:
+            yield flag_name(each.name), value, each.default
 
 
 def replaced(config: C, flags: Mapping[str, Any]) -> C:
@@ -243,14 +236,8 @@ def plain(config: Any, *, paths: bool = True) -> dict[str, Any]:
         config: a dataclass of flags.
         paths: include the flags that are set to a path.
     """
-    values: dict[str, Any] = {}
-    for each in fields(config):
-        value = getattr(config, each.name)
-        if is_dataclass(value):
-            values |= plain(value, paths=paths)
-        elif paths or not isinstance(value, Path):
-            values[flag_name(each.name)] = as_plain(value)
-    return values
+    values = values_of(config).items()
+    return {name: as_plain(value) for name, value in values if paths or not isinstance(value, Path)}
 
 
 def flags_in(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -406,13 +393,14 @@ def import_modules(modules: Sequence[str]) -> None:
             raise UsageError(f"--import {name} failed ({cause}): name a module that Python can import") from error
 
 
-def flag_types(config_class: Any) -> dict[str, Any]:
-    """Return the types of all flags by name."""
+def flag_types(config_class: Any, *, include_extras: bool = False) -> dict[str, Any]:
+    """Return the types of all flags by name, with the extras of ``Annotated`` if asked for."""
     kinds: dict[str, Any] = {}
-    hints = get_type_hints(config_class)
+    hints = get_type_hints(config_class, include_extras=include_extras)
     for each in fields(config_class):
         kind = hints[each.name]
-        kinds |= flag_types(kind) if is_dataclass(kind) else {flag_name(each.name): kind}
+        nested = is_dataclass(kind) and isinstance(kind, type)
+        kinds |= flag_types(kind, include_extras=include_extras) if nested else {flag_name(each.name): kind}
     return kinds
 
 
