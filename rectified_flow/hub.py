@@ -3,18 +3,17 @@
 import json
 import re
 from collections.abc import Mapping
-from functools import partial
 from os.path import lexists
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData, hf_hub_download
+from huggingface_hub import HfApi, ModelCard, ModelCardData, snapshot_download
 
 from rectified_flow.condition import chosen
 from rectified_flow.data.sources.synthetic_flowers import SYNTHETIC_FLOWERS
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import flags_in, plain
+from rectified_flow.flags import flags_in, plain, rules_of
 from rectified_flow.flows.flow import SOURCE, Flow, network_of
 from rectified_flow.flows.flow_map import FlowMap
 from rectified_flow.load import Trained, build_flow, read_results
@@ -28,9 +27,6 @@ from rectified_flow.system.outputs import RECORD, claim
 
 LIBRARY = "rectified-flow-trainer"
 CONFIG_FILE, CARD_FILE = "config.json", "README.md"
-SETTINGS_OF_RESULTS = ("num_samples", "steps", "guidance_scale")
-"""Keys of a result that must be equal where two results are compared."""
-
 CARD_TEMPLATE = Path(__file__).with_name("model_card.md")
 PIPELINE_INDEX, PIPELINE_FOLDER = "model_index.json", "flow"
 """The file in which diffusers finds the classes of a pipeline and of its component, and the component's folder."""
@@ -83,16 +79,14 @@ def load_pretrained(source: str | Path, **options: Any) -> Flow:
 
     Args:
         source: a folder, or the id of a model on the hub.
-        options: options of :func:`huggingface_hub.hf_hub_download`, such as ``revision`` and ``token``.
+        options: options of :func:`huggingface_hub.snapshot_download`, such as ``revision`` and ``token``.
 
     Raises:
         UsageError: if a file is damaged, or describes no flow.
     """
     folder = Path(source)
     if not folder.is_dir():
-        fetch = partial(hf_hub_download, str(source), **options)
-        fetch(checkpoint.MODEL_FILE)
-        folder = Path(fetch(CONFIG_FILE)).parent
+        folder = Path(snapshot_download(str(source), allow_patterns=[checkpoint.MODEL_FILE, CONFIG_FILE], **options))
     flow = build_flow(checkpoint.load_document(folder, CONFIG_FILE), folder / CONFIG_FILE)
     checkpoint.load_weights(network_of(flow), folder, checkpoint.MODEL_FILE)
     return flow.eval()
@@ -115,8 +109,8 @@ def push_to_hub(flow: Flow, repo_id: str, *, private: bool | None = None, token:
     repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
     with TemporaryDirectory() as folder:
         save_pretrained(flow, folder, **{"repo_id": repo_id, **card})
-        upload = partial(api.upload_folder, repo_id=repo_id, folder_path=folder, ignore_patterns=f"*{RECORD}")
-        return str(upload(commit_message="Upload the model"))
+        where: dict[str, Any] = {"repo_id": repo_id, "folder_path": folder, "ignore_patterns": f"*{RECORD}"}
+        return str(api.upload_folder(**where, commit_message="Upload the model"))
 
 
 def model_card(flow: Flow, *, metadata: Mapping[str, Any] | None = None, **texts: Any) -> ModelCard:
@@ -164,7 +158,8 @@ def card_of_run(trained: Trained, license_name: str | None) -> dict[str, Any]:
     Raises:
         UsageError: if the run's ``evaluation.json`` is damaged.
     """
-    dataset, hub_dataset = _dataset_names(flags_in(trained.config))
+    flags, defaults, rules = flags_in(trained.config), plain(TrainingConfig()), rules_of(TrainingConfig)
+    dataset, hub_dataset = _dataset_names(flags)
     results = [
         result
         for result in read_results(trained.run_folder)
@@ -172,30 +167,13 @@ def card_of_run(trained: Trained, license_name: str | None) -> dict[str, Any]:
         and result.get("weights") == trained.weights
         and result.get("autoguidance", 1) == 1  # which needs another checkpoint, too
     ]
-    measured = [
-        EvalResult(
-            task_type=task_of(trained.flow),
-            dataset_type=hub_dataset or "imagefolder",
-            dataset_name=dataset or "unknown",
-            dataset_split=result.get("split"),
-            metric_type=metric,
-            metric_value=round(value, 6),
-            metric_args={name: result[name] for name in SETTINGS_OF_RESULTS if name in result},
-        )
-        for result in results
-        for metric, value in result["distances"].items()
-        if not metric.endswith("_std")
-    ]
     metadata = {
         "license": license_name,
         "datasets": [hub_dataset] if hub_dataset else None,
         "tags": ["flow-matching", "mean-flow" if isinstance(trained.flow, FlowMap) else "rectified-flow"],
-        "model_name": trained.run_folder.resolve().name if measured else None,
-        "eval_results": measured or None,
     }
-    flags, defaults = flags_in(trained.config), plain(TrainingConfig())
-    changed = {name: flags[name] for name in defaults if name in flags and flags[name] != defaults[name]}
-    training = {name: value for name, value in changed.items() if not (isinstance(value, str) and _is_path(value))}
+    told = [name for name, rule in rules.items() if rule.recorded and not rule.local]  # nothing of this machine
+    training = {name: flags[name] for name in told if flags.get(name, defaults[name]) != defaults[name]}
     return {
         "metadata": metadata,
         "dataset": dataset,
@@ -204,21 +182,17 @@ def card_of_run(trained: Trained, license_name: str | None) -> dict[str, Any]:
     }
 
 
-def _is_path(name: str) -> bool:
-    """Return whether ``name``, which may also be an id on the hub, is a file or folder."""
-    return Path(name).exists() or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name)
-
-
-def _dataset_names(data: Mapping[str, Any]) -> tuple[str | None, str | None]:
+def _dataset_names(flags: Mapping[str, Any]) -> tuple[str | None, str | None]:
     """Return the display name of the data (for a folder, the last part of its path) and the id of the data on the hub.
 
     A name or id that does not exist is None.
     """
-    if "dataset" not in data:
+    if "dataset" not in flags:
         return None, None
-    name, folder = data["dataset"], data.get("dataset_path")
+    name, folder = flags["dataset"], flags.get("dataset_path")
     if folder is None and name == SYNTHETIC_FLOWERS:
         return "flowers drawn by the program", None
-    if folder is None and not _is_path(name):
+    is_id = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name) and not Path(name).exists()
+    if folder is None and is_id:
         return name, name
     return f"own pictures, {Path(folder or name).name}", None

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from huggingface_hub import HfApi, ModelCard, ModelCardData
+from huggingface_hub import HfApi, ModelCard
 
 from rectified_flow.data.sources.synthetic_flowers import SYNTHETIC_FLOWERS
 from rectified_flow.errors import UsageError
@@ -67,10 +67,6 @@ def test_a_card_names_data_command_licence_and_evaluation(tmp_path: Path) -> Non
     assert (data["license"], data["datasets"]) == ("mit", ["me/cats"])
     assert data["tags"] == ["flow-matching", "rectified-flow"]
     assert (data["library_name"], data["pipeline_tag"]) == ("rectified-flow-trainer", "unconditional-image-generation")
-    [result] = ModelCardData(**data).eval_results or []
-    assert (result.metric_type, result.metric_value) == ("fid", 2.5)
-    assert (result.dataset_type, result.dataset_split) == ("me/cats", "train")
-    assert data["model-index"][0]["name"] == "cats"
     assert "M parameters. Trained on me/cats.\n" in written.text
     assert "| 4 steps, guidance 2, 9 pictures | fid | 2.5 |\n" in written.text
     assert '## Training\n\n```json\n{\n "lr_decay": "cosine",\n "seed": 3\n}\n```' in written.text
