@@ -16,8 +16,6 @@ from rectified_flow.condition import (
     none_of,
 )
 from rectified_flow.errors import UsageError
-from rectified_flow.flows.mean import MeanFlow
-from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.networks.unet import Unet
 from rectified_flow.randomness import BatchRows, Samples, deterministic
 from rectified_flow.registry import build, describe
@@ -135,14 +133,6 @@ def test_what_is_dropped_is_a_function_of_the_row() -> None:
     assert torch.equal(gone(slice(1, None, 4)), whole[1::4])
 
 
-def test_nothing_to_drop() -> None:
-    given = values(3)
-    assert drop(BOTH, given, 0.0) is given
-    assert drop(BOTH, {}, 0.5) == {}
-    certain = drop(BOTH, given, 1.0)
-    assert all_none(BOTH, certain).all()
-
-
 def test_a_row_is_unconditional_if_nothing_is_left() -> None:
     given = {"labels": torch.tensor([3, 3, 0]), "place": torch.tensor([torch.nan, 0.0, torch.nan])}
     assert all_none(BOTH, given).tolist() == [True, False, False]
@@ -163,21 +153,6 @@ def test_a_missing_number_is_as_good_as_none() -> None:
     torch.testing.assert_close(given[1], without[1])
     assert not torch.allclose(given[0], without[0], atol=1e-3)
     assert not torch.allclose(given[2], without[2], atol=1e-3), "zero is a number"
-
-
-@pytest.mark.parametrize("kind", [RectifiedFlow, MeanFlow])
-def test_a_flow_learns_with_conditions(kind: type[RectifiedFlow | MeanFlow]) -> None:
-    flow = kind(unet(BOTH), condition_dropout=0.5)
-    images = torch.randint(256, (6, 3, 8, 8), dtype=torch.uint8)
-    optimizer = torch.optim.SGD(filter(lambda p: p.requires_grad, flow.parameters()), lr=1e-3)
-    with deterministic(BatchRows(0, 0, 6, slice(None))):
-        before = flow(images=images, **values(6))
-        before.backward()
-        assert [name for name, p in flow.named_parameters() if p.requires_grad and p.grad is None] == []
-        optimizer.step()
-    with deterministic(BatchRows(0, 0, 6, slice(None))):
-        assert flow(images=images, **values(6)) < before
-    assert flow.sample(2, place=torch.rand(2)).shape == (2, 3, 8, 8)
 
 
 @pytest.mark.parametrize("names", [("x",), ("labels", "t"), ("r",)])

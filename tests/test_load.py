@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rectified_flow import registry
-from rectified_flow.condition import Labels, Number
+from rectified_flow.condition import Labels
 from rectified_flow.errors import UsageError
 from rectified_flow.flows.flow import Flow, network_of
 from rectified_flow.flows.mean import MeanFlow
@@ -18,11 +18,10 @@ from rectified_flow.flows.times import LogitNormal, Uniform
 from rectified_flow.hub import save_pretrained
 from rectified_flow.load import build_flow, load_flow
 from rectified_flow.networks.unet import Unet
-from rectified_flow.registry import describe, register
+from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.checkpoint import FLOW_FILE
 from rectified_flow.spaces.pixels import Pixels
-from rectified_flow.spaces.space import Space
 
 LABELS = Labels(2, ("cat", "dog"))
 
@@ -152,52 +151,6 @@ def test_parts_that_are_not_registered_are_not_described(tmp_path: Path) -> None
     with pytest.raises(UsageError, match=r"RectifiedFlow\.network is a Own"):
         save_pretrained(RectifiedFlow(Own()), tmp_path)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.fixture
-def own_kinds(monkeypatch: pytest.MonkeyPatch) -> dict[str, type]:
-    """A network and a space of a user, registered for one test."""
-    monkeypatch.setitem(registry._REGISTERED, None, dict(registry._REGISTERED[None]))
-
-    @register
-    class Gain(nn.Module):
-        def __init__(self, gain: float) -> None:
-            super().__init__()
-            self.gain, self.conditions = gain, {"place": Number((0.0, 1.0))}
-            self.bias = nn.Parameter(torch.zeros(()))
-
-        def forward(self, x: Tensor, t: Tensor, place: Tensor) -> Tensor:
-            return x * self.gain + self.bias
-
-    @register
-    class Heights(Space):
-        key = "heights"
-
-        def __init__(self, scale: float, shape: tuple[int, ...] | None = None) -> None:
-            self.scale, self.shape = scale, None if shape is None else tuple(shape)
-
-        def encode(self, data: Tensor) -> Tensor:
-            return data / self.scale
-
-        def decode(self, x: Tensor) -> Tensor:
-            return x * self.scale
-
-        def render(self, data: Tensor) -> Tensor:
-            return data.to(torch.uint8)[:, None].expand(-1, 3, -1, -1)
-
-    return {"network": Gain, "space": Heights}
-
-
-def test_registered_parts_of_your_own_come_back(own_kinds: dict[str, type], tmp_path: Path) -> None:
-    """A network with a condition that is no label, on data that are no pictures and have no channels."""
-    flow = RectifiedFlow(own_kinds["network"](0.5), space=own_kinds["space"](40.0), coupling="ot")
-    heights = 40 * torch.randn(4, 6, 5)
-    flow(heights=heights, place=torch.rand(4)).backward()
-    assert flow.space.shape == (6, 5)
-    back = load_flow(write(flow, tmp_path))
-    assert vars(back.space) == {"scale": 40.0, "shape": (6, 5)}
-    assert back.network.gain == 0.5
-    same(back, flow)
 
 
 def test_a_flow_with_weights_outside_its_network_is_saved_whole() -> None:

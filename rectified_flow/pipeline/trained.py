@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 import torch
 from diffusers import DiffusionPipeline, ImagePipelineOutput
+from diffusers.image_processor import VaeImageProcessor
 from torch import Tensor
-from torchvision.transforms.functional import to_pil_image
 
 from rectified_flow import hub
 from rectified_flow.condition import example_texts, read_written, written
@@ -102,19 +102,14 @@ class FlowPipeline(DiffusionPipeline):
             own: dict[str, Any] = {"seed": each, "draws": [number for _, number in draws]}
             for some, data in sample_batches(flow, numbers, render=False, **own, **options):
                 pictures |= zip(some, flow.space.render_with_alpha(data).cpu(), strict=True)
-        ordered = [pictures[number] for number in range(num_images)]
-        images: Any
-        if output_type == "pil":
-            images = [to_pil_image(each) for each in ordered]
-            common = Provenance(model_hash(flow), seed, options["steps"], solver=solver_name(flow, {}))
-            common = replace(common, guidance_scale=float(scale))
-            for number, (drawn, draw) in enumerate(draws if metadata else ()):
+        values = torch.stack([pictures[number] for number in range(num_images)]).float() / 255
+        images: Any = VaeImageProcessor().postprocess(values, output_type, [False] * num_images)
+        if output_type == "pil" and metadata:
+            past = Provenance(model_hash(flow), seed, options["steps"], solver=solver_name(flow, {}))
+            past = replace(past, guidance_scale=float(scale))
+            for number, (drawn, draw) in enumerate(draws):
                 own_texts: dict[str, str | None] = {name: each[number % len(each)] for name, each in texts.items()}
-                past = replace(common, seed=drawn, number=draw, conditions=own_texts)
-                GeneratedPicture.of(images[number], past)
-        else:
-            images = torch.stack(ordered).float() / 255
-            images = images if output_type == "pt" else images.permute(0, 2, 3, 1).numpy()
+                GeneratedPicture.of(images[number], replace(past, seed=drawn, number=draw, conditions=own_texts))
         return ImagePipelineOutput(images=images) if return_dict else (images,)
 
     def _texts(self, given: Mapping[str, Written | Sequence[Written]]) -> dict[str, list[str]]:

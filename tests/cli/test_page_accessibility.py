@@ -34,14 +34,6 @@ FOCUSED = """() => {
 """The focused control, and the line around what the visitor sees of it."""
 CONTROLS = """() => [...document.querySelectorAll("a, input, select, button, summary")]
   .filter((each) => each.checkVisibility() && !each.disabled).map((each) => each.id || each.innerText)"""
-PAINTS = """() => {
-  window.painted = [];
-  const draw = CanvasRenderingContext2D.prototype.putImageData;
-  CanvasRenderingContext2D.prototype.putImageData = function (...given) {
-    if (this.canvas.closest("#pictures")) painted.push(document.getElementById("progress").value);
-    return draw.apply(this, given);
-  };
-}"""
 
 
 def of_noise() -> Flow:
@@ -142,27 +134,3 @@ def test_a_part_is_painted_over_by_keyboard(tmp_path: Path, browser: Any) -> Non
         assert not changed[1:].any()
         assert not changed[:, :6].any()
         assert page.evaluate("document.activeElement.id") == "paint-here"
-
-
-def test_the_keys_can_be_switched_off(tmp_path: Path, browser: Any) -> None:
-    """Speech input types single letters."""
-    with exported(of_one_step(), tmp_path, browser) as (shown, _):
-        shown.wait()
-        shown.page.keyboard.press("ArrowRight")
-        assert shown.page.input_value("#seed") == "1"
-        shown.page.uncheck("#keys")
-        shown.page.evaluate("document.activeElement.blur()")
-        for key in ("n", "ArrowRight"):
-            shown.page.keyboard.press(key)
-        assert shown.page.input_value("#seed") == "1"
-
-
-@pytest.mark.parametrize("motion", ["reduce", "no-preference"])
-def test_reduced_motion_shows_no_picture_on_its_way(motion: str, tmp_path: Path, browser: Any) -> None:
-    with exported(of_noise(), tmp_path, browser) as (shown, _):
-        shown.wait()
-        shown.page.emulate_media(reduced_motion=motion)
-        shown.page.evaluate(PAINTS)
-        shown.click("new")
-        painted = shown.page.evaluate("painted")
-        assert len(painted) == 1 if motion == "reduce" else len(painted) > 10

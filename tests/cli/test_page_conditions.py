@@ -15,7 +15,7 @@ from rectified_flow.flows.solvers import Guidance
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.text.caption import Caption
 from rectified_flow.text.encoders import BagOfWords
-from tests.cli.browser import HAS_CARD, UNNAMED, Shown, drawn, page_of
+from tests.cli.browser import UNNAMED, Shown, drawn, page_of
 from tests.cli.test_export import small
 from tests.text.tiny_encoder import tiny_encoder
 
@@ -122,26 +122,3 @@ def test_a_text_is_encoded_by_a_pretrained_encoder(tmp_path: Path, browser: Any)
         assert shown.page.inner_text("#condition-text-note") == ""
         shown.set("guidance", 2)
         assert differs(shown, flow, values_of(flow, text="unseen"), guidance=Guidance(2.0)) <= 2
-
-
-@pytest.mark.page
-def test_webgpu_draws_beside_a_text_encoder_and_takes_what_is_none(tmp_path: Path, browser_with_card: Any) -> None:
-    encoder = tiny_encoder(tmp_path / "encoder")
-    conditions: dict[str, Condition] = {
-        "text": Caption(encoder, encoder.size, 6, EXAMPLES),
-        "petal_length": Number(QUANTILES),
-    }
-    flow = RectifiedFlow(small(**conditions), space=Pixels(SHAPE))
-    with page_of(flow, tmp_path, browser_with_card) as shown:
-        shown.page.goto(shown.address)
-        if not shown.page.evaluate(HAS_CARD):
-            pytest.skip("this chromium has no WebGPU adapter, not even of software")
-        shown.open("?backend=webgpu")
-        assert differs(shown, flow, values_of(flow, text=EXAMPLES[0], petal_length="3.0")) <= 2
-        shown.page.evaluate(LATER)
-        shown.page.get_by_label("Any Petal length").check()
-        shown.wait()
-        shown.set("guidance", 2)
-        values = values_of(flow, text=EXAMPLES[0], petal_length=None)
-        assert differs(shown, flow, values, guidance=Guidance(2.0)) <= 2
-        assert shown.page.evaluate("document.body.dataset.backend") == "webgpu", "to the end"

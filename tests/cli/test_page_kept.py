@@ -23,7 +23,6 @@ from rectified_flow.text.encoders import BagOfWords
 from tests.cli.browser import Shown, export_page, looking_at, serving
 from tests.cli.test_export import small
 from tests.patience import wait_for
-from tests.test_load import FLOWS
 
 pytestmark = pytest.mark.page
 
@@ -57,11 +56,6 @@ def served(flow: Flow, folder: Path) -> Iterator[Page]:
 @pytest.fixture(scope="module")
 def rectified(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
     yield from served(flow_with_conditions(), tmp_path_factory.mktemp("rectified"))
-
-
-@pytest.fixture(scope="module")
-def flow_map(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    yield from served(FLOWS["mean"](), tmp_path_factory.mktemp("map"))
 
 
 def downloaded(shown: Shown, action: Callable[[], None]) -> tuple[str, np.ndarray]:
@@ -152,23 +146,6 @@ def test_a_download_has_the_drawn_picture_and_is_drawn_again(browser: Any, recti
     sample(parse(SampleConfig, ""))
     [again] = (rectified.folder.parent / "like").glob("0*.png")
     assert np.abs(np.array(Image.open(again)).astype(int) - picture).max() <= 2
-
-
-def test_a_download_of_a_grid_and_of_a_varied_picture(browser: Any, flow_map: Page, tmp_path: Path) -> None:
-    with looking_at(browser, flow_map.address) as shown:
-        shown.open("#walk=1.5")
-        rows = [np.concatenate([shown.picture(4 * row + i) for i in range(4)], axis=1) for row in range(4)]
-        name, pixels = downloaded(shown, lambda: shown.page.click("#download"))
-        assert name == "seed-1-to-2-at-0.5.png"
-        assert np.array_equal(pixels, np.concatenate(rows))
-        Image.fromarray(np.full((8, 8, 3), 90, np.uint8)).save(tmp_path / "given.png")
-        shown.page.evaluate("document.body.dataset.drawn = ''")
-        shown.page.set_input_files("#file", tmp_path / "given.png")
-        shown.wait()
-        assert shown.page.locator("#link").is_hidden(), "a link cannot have the given picture"
-        shown.page.click("#pictures button:nth-child(3)")
-        _, pixels = downloaded(shown, lambda: shown.page.click("#download"))
-        assert np.array_equal(pixels, shown.picture(2))
 
 
 def test_the_page_works_without_a_network_after_a_visit(browser: Any, rectified: Page) -> None:

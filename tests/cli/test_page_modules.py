@@ -258,16 +258,6 @@ def test_a_stroke_covers_the_pixels_near_its_way(page_folder: Path) -> None:
     assert line.nonzero().tolist() == [[2, column] for column in range(1, 6)]
 
 
-def test_every_value_of_a_pixel_comes_back_to_the_bit(page_folder: Path) -> None:
-    body = """
-    const rgba = new Uint8ClampedArray(1024).map((_, i) => (i % 4 === 3 ? 255 : Math.floor(i / 4)));
-    return [...sampler.pixels(sampler.fromPixels(rgba, 3), 0, [3, 16, 16])];
-    """
-    assert torch.equal(
-        torch.tensor(run(page_folder, body)).reshape(256, 4)[:, :3], torch.arange(256)[:, None].expand(-1, 3)
-    )
-
-
 def test_a_condition_may_have_the_name_of_what_every_object_has(page_folder: Path) -> None:
     names = ["constructor", "toString"]
     model = {

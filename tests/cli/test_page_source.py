@@ -1,6 +1,5 @@
 """An exported page with the visitor's picture: results are those of sample.py, and what is not painted over stays."""
 
-import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -16,10 +15,9 @@ from rectified_flow.condition import Labels, Picture
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
-from rectified_flow.registry import register
 from rectified_flow.spaces.degradations import Downsample, Mask
 from rectified_flow.spaces.pixels import Pixels
-from tests.cli.browser import HAS_CARD, UNNAMED, Shown, export_page, looking_at, serving
+from tests.cli.browser import UNNAMED, Shown, export_page, looking_at, serving
 from tests.cli.test_export import ROOT, small
 from tests.patience import PATIENCE, wait_for
 from tests.test_load import FLOWS
@@ -35,7 +33,6 @@ PASTE = """async (name) => {
   data.items.add(new File([await (await fetch(name)).blob()], name, { type: "image/png" }));
   dispatchEvent(new ClipboardEvent("paste", { clipboardData: data }));
 }"""
-FOCUSED = "document.activeElement.id"
 
 
 @contextmanager
@@ -172,22 +169,6 @@ def test_a_part_is_painted_over_and_the_rest_is_kept(tmp_path: Path, browser: An
         assert np.array_equal(before(shown), given(tmp_path))
 
 
-def test_webgpu_takes_a_source_that_is_partly_unknown(tmp_path: Path, browser_with_card: Any) -> None:
-    flow = RectifiedFlow(small(source=Picture(SHAPE)), space=Pixels(SHAPE), degradation=Mask())
-    with exported(flow, tmp_path, browser_with_card) as (shown, sampled):
-        page = shown.page
-        if not page.evaluate(HAS_CARD):
-            pytest.skip("this chromium has no WebGPU adapter, not even of software")
-        page.goto(shown.address + "?backend=webgpu")
-        wait_for("the page", page.locator("#call").is_visible)
-        shown.drop(tmp_path / "exported/given.png")
-        wait_for("the brush", page.locator("#brush").is_visible)
-        paint(shown, "#compare")
-        assert page.evaluate("document.body.dataset.backend") == "webgpu"
-        painted_mask(shown, tmp_path)
-        assert np.abs(shown.picture() - sampled("--mask", str(tmp_path / "mask.png"))[0]).max() <= 2
-
-
 @pytest.mark.parametrize("kind", FLOWS)
 def test_a_model_without_sources_generates_what_is_painted_over(kind: str, tmp_path: Path, browser: Any) -> None:
     with exported(FLOWS[kind](), tmp_path, browser) as (shown, sampled):
@@ -208,40 +189,3 @@ def test_a_model_without_sources_generates_what_is_painted_over(kind: str, tmp_p
         shown.page.keyboard.press("Escape")
         shown.wait("document.getElementById('views').hidden")
         assert np.array_equal(shown.picture(), noise)
-
-
-@register
-class Veil(Mask):
-    """Another name for a mask."""
-
-
-def test_a_mask_of_another_name_is_painted_and_can_be_tried(tmp_path: Path, browser: Any) -> None:
-    flow = RectifiedFlow(small(source=Picture(SHAPE)), space=Pixels(SHAPE), degradation=Veil())
-    with exported(flow, tmp_path, browser) as (shown, _):
-        page, file = shown.page, tmp_path / "exported/given.png"
-        wait_for("the page", page.locator("#call").is_visible)
-        assert page.title() == "Paint over a picture"
-        shown.drop(file)
-        wait_for("the brush", page.locator("#brush").is_visible)
-        paint(shown, "#compare")
-        page.focus("#clear")
-        page.keyboard.press("Enter")
-        assert page.evaluate(FOCUSED) == "brush"
-
-        description = json.loads((tmp_path / "exported/model.json").read_text())
-        del description["source"]["paints"]
-        description["source"]["degradation"]["kind"] = "Mask"
-        page.route("**/model.json", lambda route: route.fulfill(json=description))
-        page.goto(shown.address)
-        wait_for("the page", page.locator("#call").is_visible)
-        assert page.locator("body.paints").count() == 1, "as earlier exports have it"
-
-    def tried(*flags: str) -> str:
-        command = [sys.executable, "scripts/try_page.py", str(tmp_path / "exported"), *flags]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, check=False)
-        return done.stdout + done.stderr
-
-    assert tried("--paint").endswith("error: --paint paints over the picture of --picture, which is missing\n")
-    assert tried() == "this model needs a picture: --picture\n"
-    assert tried("--picture", str(file)) == "this model needs --paint\n"
-    assert tried("--picture", str(file), "--paint").startswith("first picture after ")

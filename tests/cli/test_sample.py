@@ -206,12 +206,6 @@ def test_autoguidance_by_the_early_checkpoint(run: Path, tmp_path: Path, capfd: 
     assert np.corrcoef((one - plain)[inside], (plain - early)[inside])[0, 1] > 0.5
 
 
-def test_a_mean_flow_draws_in_one_step(mean_run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    draw("--checkpoint", mean_run, "--num_samples", 2, "--output_dir", tmp_path)
-    assert "1 of the network for each picture" in capfd.readouterr().out
-    assert len(pictures(tmp_path)) == 3
-
-
 def test_starting_from_a_picture(mean_run: Path, tmp_path: Path) -> None:
     given = np.random.default_rng(0).integers(256, size=(8, 8, 3), dtype=np.uint8)
     Image.fromarray(given).save(tmp_path / "given.png")
@@ -247,13 +241,6 @@ def test_bad_input(run: Path, tmp_path: Path, flags: str, sentence: str) -> None
     name = "" if "--checkpoint" in flags else f"--checkpoint {run} "
     assert_refused("sample.py", 1, f"{name}{flags.format(tmp=tmp_path)} --output_dir {tmp_path}/out"
                    if "--output_dir" not in flags else f"{name}{flags}", sentence)  # fmt: skip
-
-
-def test_bad_input_is_told_once_on_two_processes(run: Path, tmp_path: Path) -> None:
-    flags = f"--checkpoint {run} --classes tulip --output_dir {tmp_path}"
-    assert_refused(
-        "sample.py", 2, flags, "labels: tulip does not exist: pass names, like cat, dog, or numbers up to 1\n"
-    )
 
 
 def test_what_the_model_cannot_do(mean_run: Path, tmp_path: Path) -> None:

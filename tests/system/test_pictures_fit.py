@@ -1,7 +1,5 @@
 """A picture of any mode and size becomes a row of a store."""
 
-import struct
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -66,18 +64,6 @@ def test_opaque_files_of_every_mode(
     assert fitted.shape == (4, 4, 3 + alpha)
     assert fitted[..., :3].reshape(-1, 3) == pytest.approx(np.tile(expected, (16, 1)), abs=5)
     assert not alpha or (fitted[..., 3] == 255).all()
-
-
-def test_sixteen_bit_colours(tmp_path: Path) -> None:
-    """A PNG of 16 bits each of red, green, blue and alpha, which Pillow reads and does not write."""
-    row = b"\0" + struct.pack(">4H", 51_400, 25_700, 0, 65_535) * 2
-    chunks = [(b"IHDR", struct.pack(">2I5B", 2, 2, 16, 6, 0, 0, 0)), (b"IDAT", zlib.compress(row * 2)), (b"IEND", b"")]
-    content = b"".join(
-        struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body)) for name, body in chunks
-    )
-    (tmp_path / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n" + content)
-    assert fit(Image.open(tmp_path / "a.png"), square(1)).getpixel((0, 0)) == ORANGE
-    assert fit(Image.open(tmp_path / "a.png"), Framing(1, 1, alpha=True)).getpixel((0, 0)) == (*ORANGE, 255)
 
 
 @pytest.mark.parametrize("mode", ["I", "F"])
