@@ -198,15 +198,15 @@ class Fields(Space):
         kept = ("shape", "show", "has_missing", "horizontal_flip", "augmentation")
         return replace(cast(Fields, other), **{name: getattr(self, name) for name in kept})
 
+    @property
+    def noun(self) -> str:
+        """The number and the type of the channels of the files."""
+        return f"{self.files['channels']} channels of {self.files['dtype']}"
+
     def misfit(self, stored: Space) -> str | None:
         """Return the number and the type of the channels of ``stored``, if they are others."""
-        ours, theirs = (
-            f"{each.files['channels']} channels of {each.files['dtype']}"
-            if isinstance(each, Fields)
-            else "no measurements"
-            for each in (self, stored)
-        )
-        return None if ours == theirs else f"has {theirs}, and the flow was trained on {ours}: pass such files"
+        differ = f"has {stored.noun}, and the flow was trained on {self.noun}: pass such files"
+        return None if stored.noun == self.noun else differ
 
     @property
     def input_suffixes(self) -> set[str]:
@@ -215,10 +215,11 @@ class Fields(Space):
 
     def read(self, file: Path) -> Tensor:
         """Read a field of the type of the sources, or of the data; float32 in physical units, of this shape."""
-        values, (channels, height, width) = read_field(file, self.files["channels_last"]).values, self.shape
-        known = (self.sources or self).files["dtype"]
-        if values.dtype.name != known or len(values) != channels:
-            raise ValueError(f"it has {len(values)} channels of {values.dtype.name}, not {channels} of {known}")
+        values, how, _ = read_field(file, self.files["channels_last"])
+        found, wanted = f"{how.channels} channels of {how.dtype}", (self.sources or self).noun
+        if found != wanted:
+            raise ValueError(f"it has {found}, not {wanted}")
+        _, height, width = self.shape
         return torch.from_numpy(fit_field(values, (width, height)).astype(np.float32))
 
     def from_pictures(self, pictures: Tensor) -> Tensor:
