@@ -36,7 +36,6 @@ from rectified_flow.system.outputs import claim, write_output
 from rectified_flow.system.pictures import (
     Legend,
     encode_picture,
-    labelled_grid,
     open_picture,
     over_white,
     to_grid,
@@ -286,21 +285,17 @@ def _write_path(file: Path, flow: Flow, numbers: range, outputs: Outputs) -> Pat
 
 def _grid_of(files: Sequence[Path], request: SampleRequest, variants: int, legend: Legend | None) -> Any:
     """Return a grid of results. Results of --from_images follow their picture, and conditions are written below."""
-    if request.axes:
-        names = {axis.name: "" if axis.name == "labels" else f"{axis.name} " for axis in request.axes}
-        texts = ([names[axis.name] + text for text in axis.values] for axis in request.axes)
-        return labelled_grid(read_pictures(files), *texts)
     if request.shown is not None:
         count, across = len(files) // variants, 1 + variants
         rows = range(min(count, max(1, GRID_PICTURES // across)))
         cells = [torch.cat((request.shown[row : row + 1], read_pictures(files[row::count]))) for row in rows]
         groups = max(1, round((len(rows) / across) ** 0.5))  # of a picture and its results, side by side
         return to_grid(torch.cat(cells), across * groups, legend)
-    images = read_pictures(files[:GRID_PICTURES])
-    if several := [texts for texts in request.texts.values() if len(texts) > 1]:  # in which the pictures differ
+    images = read_pictures(files if request.columns else files[:GRID_PICTURES])
+    if several := [texts for texts in request.texts.values() if len({*texts}) > 1]:  # in which the pictures differ
         below = [", ".join(str(texts[row % len(texts)]) for texts in several) for row in range(len(images))]
         images = with_texts(images, below)
-    return to_grid(images, legend=legend)
+    return to_grid(images, request.columns, legend)
 
 
 def read_pictures(files: Sequence[Path]) -> Tensor:

@@ -43,14 +43,6 @@ Written = Mapping[str, Sequence[str | None]]
 
 
 @dataclass(frozen=True)
-class Axis:
-    """An axis of ``--grid``: the values of a condition as written, or the numbers of random draws."""
-
-    name: str
-    values: list[str]
-
-
-@dataclass(frozen=True)
 class SampleRequest:
     """The pictures to write.
 
@@ -58,7 +50,7 @@ class SampleRequest:
         names: names of their files without an end; the pictures of ``--from_images`` take turns.
         options: arguments of :func:`sample_batches`.
         texts: the conditions as written; picture ``i`` has value ``i % n`` of each.
-        axes: rows and columns of ``--grid``.
+        columns: number of columns of ``--grid``.
         shown: the first pictures uint8 ``[n, 3, h, w]`` to show before their results in the grid; None for a grid of
             samples alone.
         kept: pictures uint8 ``[n, c, h, w]`` and a mask bool ``[1, 1, h, w]`` outside of which results equal them.
@@ -68,7 +60,7 @@ class SampleRequest:
     names: list[str]
     options: dict[str, Any]
     texts: Written = field(default_factory=dict)
-    axes: Sequence[Axis] = ()
+    columns: int | None = None
     shown: Tensor | None = None
     kept: tuple[Tensor, Tensor] | None = None
     reverse: bool = False
@@ -96,7 +88,7 @@ def read_request(flags: PicturesConfig, trained: Trained, options: dict[str, Any
     axes, texts = [axis_of(text, flow, source) for text in flags.grid or ()], written_conditions(flags, flow, source)
     options = options | {"steps": flags.steps or flow.default_steps}
     if axes:
-        texts, options["draws"] = cells_of(axes, texts)
+        texts, options["draws"] = cells_of(dict(axes), texts)
     elif not texts and not has_pictures:
         texts = example_texts(flow.conditions)
     options["conditions"] = read_written(flow.conditions, texts)
@@ -107,7 +99,7 @@ def read_request(flags: PicturesConfig, trained: Trained, options: dict[str, Any
         prompts = next(iter(texts.values()))  # they are written first
         slugs = ["-" + re.sub(r"\W+", "-", text).strip("-")[:60] for text in prompts]
         names = [slugs[number % len(slugs)] for number in range(flags.num_samples or len(slugs))]
-    return SampleRequest(_numbered(names), options, texts, axes)
+    return SampleRequest(_numbered(names), options, texts, len(axes[1][1]) if axes else None)
 
 
 def _from_pictures(path: Path, flags: PicturesConfig, trained: Trained, options: dict[str, Any]) -> SampleRequest:
@@ -212,35 +204,34 @@ def _read_prompts(path: Path) -> list[str]:
     return prompts
 
 
-def axis_of(text: str, flow: Flow, source: Path) -> Axis:
-    """Return an axis of ``--grid``: ``NAME``, ``NAME=VALUE,VALUE``, ``seed`` or ``seed=COUNT``."""
+def axis_of(text: str, flow: Flow, source: Path) -> tuple[str, list[str]]:
+    """Return name and values of an axis of ``--grid``: ``NAME``, ``NAME=VALUE,VALUE``, ``seed`` or ``seed=COUNT``."""
     name, _, values = text.partition("=")
     if name == "seed":
         if values and not (values.isdecimal() and 0 < int(values) <= MAX_CELLS):
             raise UsageError(f"--grid {text} must be seed=COUNT, with 1 to {MAX_CELLS}, such as seed=4")
-        return Axis(name, [str(number) for number in range(int(values or SEEDS))])
+        return name, [str(number) for number in range(int(values or SEEDS))]
     kind = _kind_of(name, written(flow.conditions), source, f"--grid {text}")
     given = kind.split(values) if values else list(kind.examples[:MAX_CELLS])
     if not given:
         raise UsageError(f"--grid {text} needs values: pass {name}=VALUE,VALUE")
     if len(given) > MAX_CELLS:
         raise UsageError(f"--grid {name} has {len(given)} values, more than {MAX_CELLS}: pass fewer")
-    return Axis(name, given)
+    return name, given
 
 
-def cells_of(axes: Sequence[Axis], written: Mapping[str, list[str]]) -> tuple[dict[str, list[str]], list[int]]:
+def cells_of(
+    axes: Mapping[str, Sequence[str]], written: Mapping[str, Sequence[str]]
+) -> tuple[dict[str, list[str]], list[int]]:
     """Return the written conditions of each cell of the grid, row by row, and the number of its random draws."""
-    names = [axis.name for axis in axes]
-    if len({*names, *written}) < len(names) + len(written):
-        raise UsageError(f"--grid {' '.join(names)} has one axis twice, or one that another flag sets")
+    if len(axes) < 2 or axes.keys() & written.keys():
+        raise UsageError(f"--grid {' '.join(axes)} has one axis twice, or one that another flag sets")
     if several := [name for name, texts in written.items() if len(texts) > 1]:
-        raise UsageError(
-            f"--grid needs a single value of {several[0]}, not {len(written[several[0]])}: make it an axis"
-        )
-    cells = [*product(*(axis.values for axis in axes))]
-    values = dict(zip(names, map(list, zip(*cells, strict=True)), strict=True))
+        raise UsageError(f"--grid needs a single value of {several[0]}: make it an axis")
+    cells = [*product(*axes.values())]
+    values = dict(zip(axes, map(list, zip(*cells, strict=True)), strict=True))
     draws = [int(text) for text in values.pop("seed", ["0"] * len(cells))]
-    return {name: texts * len(cells) for name, texts in written.items()} | values, draws
+    return {name: [*texts] * len(cells) for name, texts in written.items()} | values, draws
 
 
 def find_inputs(path: Path, space: Space) -> list[Path]:

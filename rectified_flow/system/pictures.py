@@ -193,16 +193,11 @@ def to_grid(
 
 def with_texts(images: Tensor, texts: Sequence[str]) -> Tensor:
     """Return images uint8 ``[n, 3, h, w]``, enlarged by a whole number if they are small, each above its text."""
-    large = _enlarged(images)
+    factor = -(-LEAST_WIDTH // images.shape[-1])
+    large = images.repeat_interleave(factor, dim=-2).repeat_interleave(factor, dim=-1)
     height = TEXT_LINES * (TEXT_SIZE + 3)
     strips = torch.stack([text_picture(text, large.shape[-1], height) for text in texts])
     return torch.cat((large, strips.to(large.device)), dim=-2)
-
-
-def _enlarged(images: Tensor) -> Tensor:
-    """Return images enlarged by a whole number, so that a text fits below."""
-    factor = -(-LEAST_WIDTH // images.shape[-1])
-    return images.repeat_interleave(factor, dim=-2).repeat_interleave(factor, dim=-1)
 
 
 def text_picture(text: str, width: int, height: int) -> Tensor:
@@ -218,20 +213,6 @@ def text_picture(text: str, width: int, height: int) -> Tensor:
             lines.append(word)
     ImageDraw.Draw(image).multiline_text((2, 1), "\n".join(lines), "black", font, spacing=2)
     return pil_to_tensor(image)
-
-
-def labelled_grid(images: Tensor, rows: Sequence[str], columns: Sequence[str]) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Arrange images uint8 ``[r * c, 3, h, w]`` row by row, with texts before rows and, if any, above columns."""
-    large = _enlarged(images.cpu())
-    height, width = large.shape[-2:]
-    head = TEXT_LINES * (TEXT_SIZE + 3)
-    top = [text_picture(text, width, head) for text in ("", *columns)]
-    body = [
-        [text_picture(text, width, height), *large[number * len(columns) : (number + 1) * len(columns)]]
-        for number, text in enumerate(rows)
-    ]
-    lines = [torch.cat(line, dim=-1) for line in ((top, *body) if any(columns) else body)]
-    return torch.cat(lines, dim=-2).permute(1, 2, 0).numpy()
 
 
 def encode_picture(pixels: np.ndarray[Any, Any], suffix: str = ".png", **options: Any) -> bytes:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from rectified_flow.cli.sample_request import Axis, cells_of
+from rectified_flow.cli.sample_request import cells_of
 from rectified_flow.load import load_flow
 from rectified_flow.runs.folder import read_config
 from tests import programs
@@ -128,15 +128,15 @@ def test_cells_of_a_grid_differ_in_its_axes_alone(runs: Path, tmp_path: Path) ->
     alone = [np.asarray(Image.open(tmp_path / f"alone/{number:05}.png")).astype(int) for number in range(2)]
     assert np.abs(cells[2] - alone[0]).max() <= 1
     assert np.abs(cells[3] - alone[1]).max() <= 1
-    assert Image.open(tmp_path / "grid/grid.png").size == (3 * 112, 42 + 2 * 112)
+    assert Image.open(tmp_path / "grid/grid.png").size == (2 * (112 + 2) + 2, 2 * (112 + 42 + 2) + 2)
 
 
 def test_the_cells_of_a_grid_row_by_row() -> None:
-    rows, columns = Axis("size", ["1", "30"]), Axis("seed", ["0", "1", "2"])
-    cells, draws = cells_of([rows, columns], {"text": ["a"]})
+    rows, columns = {"size": ["1", "30"]}, {"seed": ["0", "1", "2"]}
+    cells, draws = cells_of(rows | columns, {"text": ["a"]})
     assert cells == {"text": ["a"] * 6, "size": ["1"] * 3 + ["30"] * 3}
     assert draws == [0, 1, 2, 0, 1, 2]
-    cells, draws = cells_of([Axis("text", ["a", "b"]), rows], {})
+    cells, draws = cells_of({"text": ["a", "b"]} | rows, {})
     assert cells == {"text": ["a", "a", "b", "b"], "size": ["1", "30", "1", "30"]}
     assert draws == [0] * 4
 
@@ -172,9 +172,9 @@ def test_a_map_of_one_call_takes_every_condition(runs: Path, tmp_path: Path) -> 
         ("--prompts nowhere.txt", "--prompts nowhere.txt cannot be read"),
         ("--prompt a --prompts b", "--prompts and --prompt exclude each other"),
         ("--grid size parity --num_samples 3", "--grid and --num_samples exclude each other"),
-        ("--grid size=1,2 size=3", "--grid size size has one axis twice"),
+        ("--grid size=1,2 size=3", "--grid size has one axis twice"),
         ("--grid size parity --set size=3", "--grid size parity has one axis twice, or one that another flag sets"),
-        ("--grid parity seed --set size=3,4", "--grid needs a single value of size, not 2"),
+        ("--grid parity seed --set size=3,4", "--grid needs a single value of size"),
         ("--set size=3 --set size=4", "--set size=4 is the second value of size"),
         ("--set size=1e400", "1e400 is not a number"),
     ],

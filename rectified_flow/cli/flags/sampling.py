@@ -90,7 +90,7 @@ class PicturesConfig(Flags):
         tyro.conf.arg(metavar="ROWS COLUMNS"),
         flag(excludes="num_samples from_images prompts"),
     ] = None
-    """Generate a labelled grid; each axis is a condition (NAME or NAME=VALUE,VALUE) or seed=COUNT."""
+    """Generate a grid with its values below; each axis is a condition (NAME or NAME=VALUE,VALUE) or seed=COUNT."""
     seed: Seed = 0
     """Sample i depends only on the seed and i."""
     from_images: Path | None = None
