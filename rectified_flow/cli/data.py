@@ -207,6 +207,18 @@ def check_columns(flow: Flow, source: object, pictures: ImageDataset) -> None:
             raise UsageError(f"{differ}: restore the metadata, or train again")
 
 
+def kind_of_space(data: DataConfig) -> type[Space]:
+    """Return the class of the space of the flags."""
+    name = data.space or ("Pixels" if data.autoencoder is None else "Latents")
+    return cast(type[Space], find("space", Space, name))
+
+
+def can_augment(data: DataConfig) -> bool:
+    """Return whether the space of the flags augments training data."""
+    kind = kind_of_space(data)
+    return "augmentation" in parameters_of(getattr(kind, "of", kind))
+
+
 def build_space(data: DataConfig, items: Any = None, source: ImageDataset | ImageSource | None = None) -> Space:
     """Build the space of the flags; the scales of a space of latents are measured later.
 
@@ -218,10 +230,10 @@ def build_space(data: DataConfig, items: Any = None, source: ImageDataset | Imag
     Raises:
         UsageError: if there is no such space or autoencoder, or the size of the pictures does not suit it.
     """
-    name = data.space or ("Pixels" if data.autoencoder is None else "Latents")
-    kind = find("space", Space, name)
+    kind = kind_of_space(data)
     target = getattr(kind, "of", kind)
     _, options = split_options(data.space, data.space_options)
+    refuse({"augment": data.augment > 0 and not can_augment(data)}, f"has no effect on {kind.__name__}: leave it out")
     given: dict[str, Any] = {
         "image_size": data.image_size,
         "horizontal_flip": data.horizontal_flip,
@@ -229,7 +241,7 @@ def build_space(data: DataConfig, items: Any = None, source: ImageDataset | Imag
     }
     if data.autoencoder is not None:
         needless = "autoencoder" not in parameters_of(target)
-        refuse({"autoencoder": needless}, f"encodes pictures, and the data are {name}: leave it out")
+        refuse({"autoencoder": needless}, f"encodes pictures, and the data are {kind.__name__}: leave it out")
         given |= {"autoencoder": data.autoencoder, "autoencoder_options": data.autoencoder_options}
     elif items is not None:
         given |= {"shape": tuple(Batches(items).__getitems__([0])[kind.key].shape[1:])}

@@ -15,6 +15,7 @@ from accelerate.utils import gather_object
 from rectified_flow.cli import plan
 from rectified_flow.cli.build import build_flow
 from rectified_flow.cli.config import STARTER_FOLDER, TrainConfig, seconds_of
+from rectified_flow.cli.data import can_augment
 from rectified_flow.cli.distill import DistillationData, recipe_of
 from rectified_flow.cli.record import config_of
 from rectified_flow.condition import ConditionSpecs
@@ -78,7 +79,7 @@ def with_recipe(config: TrainConfig, count: int, originals: OriginalInfo | None 
         return config
     fixed, flags = fixed_flags(config), dict[str, Any]()
     if config.teacher.teacher is None:
-        flags = plan.for_pictures(count, augmentable=config.data.autoencoder is None)
+        flags = plan.for_pictures(count, augmentable=can_augment(config.data))
         if budget_of(config) is not None and not config.program.look:
             flags.pop("augment", None)  # the plan decides it, when it knows the number of passes
         if originals is not None and config.data.autoencoder is None and config.data.aspect_ratio == "1:1":
@@ -175,7 +176,7 @@ def facts_of(config: TrainConfig, pictures: int, time: str, space: Space, why_ne
         precisions = (config.run.mixed_precision,)
     elif stored is not None:
         precisions = ("bf16" if stored.precision == "bf16" else "no",)
-    augment = plan.for_pictures(pictures, augmentable=config.data.autoencoder is None).get("augment", 0.0)
+    augment = plan.for_pictures(pictures, augmentable=can_augment(config.data)).get("augment", 0.0)
     sides = (space.shape or config.data.framing.shape)[1:]
     return plan.Facts(
         config.method,

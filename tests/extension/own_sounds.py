@@ -19,7 +19,7 @@ from rectified_flow.registry import describe
 
 DECADES = 4
 """Decades of magnitude from silence to full scale."""
-ITERATIONS = 16
+ITERATIONS = 32
 """Iterations of Griffin and Lim's search for phases that suit the magnitudes of all frames."""
 Sound = tuple[int, Tensor]
 """Samples in a second, and the samples ``[n]``."""
