@@ -15,7 +15,6 @@ from rectified_flow.data.sources.synthetic_flowers import SYNTHETIC_FLOWERS
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import flags_in, plain, rules_of
 from rectified_flow.flows.flow import SOURCE, Flow, network_of
-from rectified_flow.flows.flow_map import FlowMap
 from rectified_flow.load import Trained, build_flow, read_results
 from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
@@ -170,7 +169,7 @@ def card_of_run(trained: Trained, license_name: str | None) -> dict[str, Any]:
     metadata = {
         "license": license_name,
         "datasets": [hub_dataset] if hub_dataset else None,
-        "tags": ["flow-matching", "mean-flow" if isinstance(trained.flow, FlowMap) else "rectified-flow"],
+        "tags": ["flow-matching", "mean-flow" if trained.flow.is_map else "rectified-flow"],
     }
     told = [name for name, rule in rules.items() if rule.recorded and not rule.local]  # nothing of this machine
     training = {name: flags[name] for name in told if flags.get(name, defaults[name]) != defaults[name]}

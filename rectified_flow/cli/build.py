@@ -17,7 +17,7 @@ from rectified_flow.distributed.join import check_equal, join_processes
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import Choice, arguments_from, choose, plain, refuse, typed_options
 from rectified_flow.flows.flow import SOURCE, Flow
-from rectified_flow.flows.flow_map import DistilledFlow, FlowMap
+from rectified_flow.flows.flow_map import DistilledFlow
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.solvers import Guidance
@@ -109,7 +109,7 @@ def _solver_options(flags: SolverConfig, trained: Trained) -> dict[str, Any]:
         options["guidance"] = guidance
     named = {"solver": "--solver", "grid": "--time_grid", "guidance": "--guidance_scale"}
     unused = [named[name] for name in options if name not in signature(flow.sample).parameters]
-    hint = ", which needs no solver and is guided in training, by --guidance_scale" * isinstance(flow, FlowMap)
+    hint = ", which needs no solver and is guided in training, by --guidance_scale" * flow.is_map
     if unused:
         raise UsageError(f"{' '.join(unused)} has no effect: {source} holds a {type(flow).__name__}{hint}")
     known = chosen(flow.conditions)
@@ -145,14 +145,14 @@ def build_flow(config: TrainConfig, conditions: ConditionSpecs, space: Space | N
     kinds = {**(conditions if given.use_cfg else columns), **space.conditions}
     if source.is_given and not source.as_start:
         kinds[SOURCE] = Picture(shape)
-    module: nn.Module = network.build(
+    module: Any = network.build(
         shape=shape,
         channels=shape[0] if shape else None,
         image_size=min(shape[1:], default=None),
         conditions=kinds,
         gradient_checkpointing=given.gradient_checkpointing,
     )
-    if isinstance(module, Unet):
+    if hasattr(module, "gradient_checkpointing"):
         module.gradient_checkpointing = given.gradient_checkpointing
     arguments: dict[str, Any] = {}
     if source.is_given:

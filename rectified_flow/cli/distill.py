@@ -21,7 +21,7 @@ from rectified_flow.data.store import NOISE_FILE, RECIPE_FILE, ImageDataset, Sto
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.evaluator import conditions_of
-from rectified_flow.evaluation.heldout import divided, hold_out, split_sources
+from rectified_flow.evaluation.heldout import hold_out
 from rectified_flow.flows import Solver
 from rectified_flow.flows.flow import SOURCE
 from rectified_flow.flows.rectified import RectifiedFlow
@@ -329,4 +329,4 @@ def _seen_by(pictures: ImageDataset, data: DataConfig) -> ImageDataset:
     split = hold_out(pictures, data.holdout, data.data_seed or 0) if data.holdout else None
     if split is None or split.problem is not None:
         return pictures
-    return divided(pictures, split, split_sources(pictures, data.holdout, data.data_seed or 0))[0]
+    return split.divide(pictures)[0]

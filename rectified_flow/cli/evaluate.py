@@ -19,7 +19,7 @@ from rectified_flow.errors import UsageError
 from rectified_flow.evaluation import agreement, likelihood, translation  # noqa: F401 -- they register scores
 from rectified_flow.evaluation.evaluator import Comparison, Evaluator
 from rectified_flow.evaluation.features import RealData, RenderedItems
-from rectified_flow.evaluation.heldout import HeldOutPictures, divided, hold_out, split_sources
+from rectified_flow.evaluation.heldout import HeldOutPictures, hold_out
 from rectified_flow.flags import flags_in, plain, replaced
 from rectified_flow.load import RESULTS_FILE, Trained, autocast, read_results
 from rectified_flow.runs import checkpoint
@@ -132,7 +132,7 @@ def real_data(
     if split.problem is not None:
         state.print(f"warning: comparing with all pictures, as {split.problem}")
         return pictures, None, None
-    training, held_out = divided(pictures, split, split_sources(pictures, share, seed))
+    training, held_out = split.divide(pictures)
     # A run with a teacher does not learn the velocity on pictures, so that loss says nothing about it.
     return training, held_out, None if config.teacher.teacher else HeldOutPictures(training, held_out, seed)
 

@@ -34,7 +34,7 @@ from rectified_flow.distributed.collectives import on_main
 from rectified_flow.distributed.join import check_equal
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.features import RenderedItems
-from rectified_flow.evaluation.heldout import Split, divided, split_sources
+from rectified_flow.evaluation.heldout import Split
 from rectified_flow.evaluation.report import look, summarize_pictures
 from rectified_flow.flags import check_rules, recorded, refuse, replaced, rules_of, values_of
 from rectified_flow.flows.flow import Flow
@@ -119,10 +119,9 @@ def train_run(config: TrainConfig) -> bool:
         callbacks += build_evaluations(config.evaluation, pictures, seed=config.run.seed)
         preview_data = None if distilled is None else pictures  # distillation data have no texts
         return _trainer(config, flow, rows, callbacks, preview_data=preview_data).train()
-    sources = split_sources(pictures, config.data.holdout, config.data.data_seed or 0)
-    seen, unseen = divided(rows, split, sources)
+    seen, unseen = split.divide(rows)
     callbacks.append(build_heldout_hook(config.run, config.evaluation, seen, unseen))
-    callbacks += build_evaluations(config.evaluation, *divided(pictures, split, sources), seed=config.run.seed)
+    callbacks += build_evaluations(config.evaluation, *split.divide(pictures), seed=config.run.seed)
     return _trainer(config, flow, seen, callbacks, preview_data=unseen).train()
 
 

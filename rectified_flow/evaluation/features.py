@@ -137,7 +137,7 @@ def _efficientnet_lite0(device: torch.device) -> Features:
     return Features(name, f"{name}_frechet_distance", f"{name}_kernel_distance", resize, extract)
 
 
-class RenderedItems:
+class RenderedItems(Dataset[Any]):
     """The items of a dataset, as an evaluator reads pictures: rendered by the flow's space.
 
     Args:

@@ -6,8 +6,8 @@ training loss falls further. :func:`judge` decides whether that has happened.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -37,11 +37,13 @@ class Split:
         training: rows to train on.
         held_out: rows to measure on only.
         left_out: rows that would be held out, but have a near-duplicate among the training pictures.
+        sources: the split of unpaired sources, if there are any; paired sources follow their partners.
     """
 
     training: list[int]
     held_out: list[int]
     left_out: list[int]
+    sources: "Split | None" = None
 
     def __str__(self) -> str:
         near = f", {len(self.left_out)} left out for resembling training pictures" * bool(self.left_out)
@@ -53,6 +55,16 @@ class Split:
         if len(self.held_out) >= FEWEST and len(self.training) > 1:
             return None
         return f"{self}; {FEWEST} held-out pictures and 2 others are needed"
+
+    def divide(self, dataset: D) -> tuple[D, D]:
+        """Return the training items and the held-out items of a dataset."""
+        training, held_out = dataset.subset(self.training), dataset.subset(self.held_out)
+        if self.sources is not None and dataset.source is not None:
+            seen, unseen = self.sources.divide(dataset.source)
+            training, held_out = (
+                part.with_source(source, seed=dataset.seed) for part, source in ((training, seen), (held_out, unseen))
+            )
+        return training, held_out
 
 
 def hold_out(pictures: ImageDataset, share: float, seed: int) -> Split:
@@ -67,8 +79,15 @@ def hold_out(pictures: ImageDataset, share: float, seed: int) -> Split:
         share: expected share of the held-out pictures.
         seed: seed of the run.
     """
-    colours = reference_features(pictures, average_colours())
-    return on_main(PartialState(), lambda: split_rows(colours, share, seed))
+    state, colours = PartialState(), reference_features(pictures, average_colours())
+    split = on_main(state, lambda: split_rows(colours, share, seed))
+    if split.problem is not None or not pictures.is_unpaired:
+        return split
+    sources = hold_out(cast(ImageDataset, pictures.source), share, seed)
+    if sources.problem is not None:
+        state.print(f"note: source pictures are not held out, since that would leave {sources.problem}")
+        return split
+    return replace(split, sources=sources)
 
 
 def split_rows(colours: Tensor, share: float, seed: int) -> Split:
@@ -78,34 +97,6 @@ def split_rows(colours: Tensor, share: float, seed: int) -> Split:
     training, candidates = np.flatnonzero(~chosen), np.flatnonzero(chosen)
     near = near_duplicates(colours[candidates], colours[training]).numpy()
     return Split(training.tolist(), candidates[~near].tolist(), candidates[near].tolist())
-
-
-def split_sources(pictures: ImageDataset, share: float, seed: int) -> Split | None:
-    """Return the split of unpaired sources as by :func:`hold_out`; None for others, or if one side has too few."""
-    if not pictures.is_unpaired or not isinstance(pictures.source, ImageDataset):
-        return None
-    split = hold_out(pictures.source, share, seed)
-    if split.problem is not None:
-        PartialState().print(f"note: source pictures are not held out, since that would leave {split.problem}")
-        return None
-    return split
-
-
-def divided(dataset: D, split: Split, sources: Split | None) -> tuple[D, D]:
-    """Return the training items and the held-out items of a dataset.
-
-    Args:
-        dataset: all items.
-        split: the items on either side.
-        sources: the split of unpaired sources, if there are any; paired sources follow their partners.
-    """
-    parts = []
-    for side in ("training", "held_out"):
-        part = dataset.subset(getattr(split, side))
-        if sources is not None and part.source is not None:
-            part = part.with_source(part.source.subset(getattr(sources, side)), seed=part.seed)
-        parts.append(part)
-    return parts[0], parts[1]
 
 
 TIMES = 8

@@ -73,6 +73,8 @@ class Flow(nn.Module):
     """The predicted velocity ``[b, ...]`` at ``(x, t, **conditions)``, for measuring."""
     loss: Callable[..., Any]
     """The objective: the loss as a function of every draw."""
+    is_map: ClassVar[bool] = False
+    """Whether the network predicts average velocities over intervals, and takes the earlier time ``r``."""
     default_steps: ClassVar[int] = 16
     """Intervals of :meth:`sample` if a caller gives no number."""
 

@@ -31,6 +31,7 @@ class FlowMap(Flow):
         logged: values of the last forward pass to log beside the loss: ``unweighted_loss``, the mean squared error.
     """
 
+    is_map = True
     default_steps = 1
 
     def __init__(

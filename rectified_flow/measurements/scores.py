@@ -51,7 +51,7 @@ def spectra(comparison: Comparison) -> dict[str, float]:
 
 def _physical(flow: Flow, data: ImageDataset | RenderedItems, rows: list[int]) -> Tensor:
     """Return real fields as the flow generates them, float32 ``[n, c, h, w]`` in physical units."""
-    stored = Batches(data.items if isinstance(data, RenderedItems) else data).__getitems__(rows)
+    stored = Batches(data).__getitems__(rows)
     return flow.space.decode(flow.space.encode(stored[flow.space.key]))
 
 

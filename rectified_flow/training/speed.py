@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from rectified_flow.flows.flow import SOURCE, Flow
-from rectified_flow.networks.unet import Unet
 from rectified_flow.randomness import BatchRows, deterministic
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.resume import precision_name
@@ -58,7 +57,7 @@ def measure_speed(
     device, sides = flow.device, list((flow.space.shape or (0,))[1:])
     rows, small = count, sides
     if device.type == "cpu":
-        divisor = 2 * flow.network.downsampling if isinstance(flow.network, Unet) else inf
+        divisor = 2 * getattr(flow.network, "downsampling", inf)
         while 2 * prod(small) > PIXELS and not any(side % divisor for side in small):
             small = [side // 2 for side in small]
         rows = min(count, max(2, PIXELS // prod(small)))
