@@ -17,7 +17,7 @@ from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
 
 import tyro
 from annotated_types import Ge, Gt, Interval, Le, Lt
@@ -363,7 +363,8 @@ def _describe_imports(arguments: Sequence[str]) -> str:
     for target in registered_in(modules):
         lines.append(f"{target.__name__} of {target.__module__}")
         for name, each in parameters_of(target).items():
-            kind = getattr(each.annotation, "__name__", str(each.annotation)).upper()
+            hint = each.annotation.__origin__ if get_origin(each.annotation) is Annotated else each.annotation
+            kind = getattr(hint, "__name__", str(hint)).upper()
             default = "(no default)" if each.default is each.empty else f"(default: {each.default})"
             lines.append(f"  {f'{name}={kind}':<30} {default}")
     return "".join(f"{line}\n" for line in lines)

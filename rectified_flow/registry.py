@@ -147,7 +147,7 @@ def parameters_of(target: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     for function in functions:
         hints: dict[str, Any] = {}
         with suppress(Exception):  # a user's annotation may name what is imported for type checks only
-            hints = get_type_hints(function)
+            hints = get_type_hints(function, include_extras=True)
         parameters = inspect.signature(function).parameters.values()
         for each in parameters:
             if each.name != "self" and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD):

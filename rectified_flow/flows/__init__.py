@@ -3,8 +3,12 @@
 Here are the names of their choices, and a default that flags share with them. Nothing here imports torch.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
+from annotated_types import Interval
+
+Share = Annotated[float, Interval(ge=0, le=1)]
+"""Bounds in annotations are checked where a flag or a description has the value."""
 Coupling = Literal["independent", "ot", "immiscible"]
 Prediction = Literal["velocity", "clean", "noise"]
 Distance = Literal["mse", "pseudo_huber"]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from rectified_flow import randomness
 from rectified_flow.condition import ConditionSpecs, Labels, Picture, Values, drop
 from rectified_flow.errors import UsageError
-from rectified_flow.flows import Coupling
+from rectified_flow.flows import Coupling, Share
 from rectified_flow.flows.couplings import CANDIDATES, nearest_candidate, optimal_pairs, squared_distances
 from rectified_flow.flows.solvers import Inpaint
 from rectified_flow.randomness import Samples, deterministic
@@ -63,8 +63,8 @@ class Flow(nn.Module):
         degradation: what makes sources from the data; without it, they are the entry ``source`` of a batch.
 
     Raises:
-        ValueError: if the network does not take data of the space's shape, or the conditions of the space, or
-            ``condition_dropout`` is no probability, or the coupling has no meaning with sources.
+        ValueError: if the network does not take data of the space's shape, or the conditions of the space, or the
+            coupling has no meaning with sources.
     """
 
     sample: Callable[..., Tensor]
@@ -83,15 +83,13 @@ class Flow(nn.Module):
         network: nn.Module,
         *,
         space: Space | None = None,
-        condition_dropout: float = 0.0,
+        condition_dropout: Share = 0.0,
         coupling: Coupling = "independent",
         from_source: bool = False,
         source_noise: float = 0.0,
         degradation: Degradation | None = None,
     ) -> None:
         super().__init__()
-        if not 0 <= condition_dropout <= 1:
-            raise ValueError(f"condition_dropout is {condition_dropout}; it must be in [0, 1]")
         self.network = network
         self.space = space or Pixels()
         check_shape = getattr(network, "check_shape", None)

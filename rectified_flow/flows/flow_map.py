@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from rectified_flow import randomness
 from rectified_flow.condition import Values
 from rectified_flow.errors import UsageError
-from rectified_flow.flows import WEIGHT_POWER, TimeGrid
+from rectified_flow.flows import WEIGHT_POWER, Share, TimeGrid
 from rectified_flow.flows.flow import Flow, expand
 from rectified_flow.flows.solvers import Watch, take_steps
 from rectified_flow.flows.times import time_grid
@@ -124,18 +124,12 @@ class DistilledFlow(FlowMap):
         halves_fraction: share of the other rows whose interval is the first or the second half of the path, for
             two-step generation. The intervals of the rest end in any point, and start in any point before it.
         settings: further arguments of :class:`FlowMap`.
-
-    Raises:
-        ValueError: if a fraction is not in [0, 1].
     """
 
     def __init__(
-        self, network: nn.Module, *, whole_fraction: float = 0.5, halves_fraction: float = 0.0, **settings: Any
+        self, network: nn.Module, *, whole_fraction: Share = 0.5, halves_fraction: Share = 0.0, **settings: Any
     ) -> None:
         super().__init__(network, **settings)
-        for name, fraction in {"whole_fraction": whole_fraction, "halves_fraction": halves_fraction}.items():
-            if not 0 <= fraction <= 1:
-                raise ValueError(f"{name} is {fraction}; it must be in [0, 1]")
         self.whole_fraction, self.halves_fraction = whole_fraction, halves_fraction
 
     def forward(self, **batch: Any) -> Tensor:

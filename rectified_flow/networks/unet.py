@@ -8,10 +8,11 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from itertools import count
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import torch
 import torch.nn.functional as F
+from annotated_types import Interval
 from einops import rearrange
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -22,8 +23,9 @@ from rectified_flow.networks import forward_mode as tangents
 from rectified_flow.networks.forward_mode import Conv2d, GroupNorm, attend, modulated
 from rectified_flow.registry import register
 
-MOST_BLOCKS, MOST_PIXELS = 1000, 2**20
-"""Limits of a level and of a side: a damaged description could ask for more than the memory holds."""
+# With these limits, a damaged description cannot ask for more than the memory holds.
+Side = Annotated[int, Interval(gt=0, le=2**20)]
+Count = Annotated[int, Interval(gt=0, le=1000)]
 BLOCK_NAME = re.compile(r"(down|up)\.([0-9]{1,6})\.(.+)")
 """Names of the weights of a block on the way down or up, with its number."""
 M = TypeVar("M", bound=nn.Module)
@@ -49,8 +51,7 @@ class Unet(nn.Module):
         dropout: probability inside residual blocks.
 
     Raises:
-        ValueError: if ``image_size`` does not divide, a condition has the name of another input, or there are no blocks
-            or channels.
+        ValueError: if ``image_size`` does not divide, or a condition has the name of another input.
     """
 
     def __init__(
@@ -60,10 +61,10 @@ class Unet(nn.Module):
         channels: int = 3,
         conditions: ConditionSpecs | None = None,
         *,
-        image_size: int = 64,
+        image_size: Side = 64,
         attention_sides: Sequence[int] = (16, 8),
-        attention_head_dim: int = 64,
-        blocks_per_level: int = 2,
+        attention_head_dim: Count = 64,
+        blocks_per_level: Count = 2,
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
@@ -73,8 +74,6 @@ class Unet(nn.Module):
         self.attention_head_dim, self.blocks_per_level, self.dropout = attention_head_dim, blocks_per_level, dropout
         self.gradient_checkpointing = False
         """Whether the backward pass computes a block's activations again instead of keeping them."""
-        if attention_head_dim < 1 or not 1 <= blocks_per_level <= MOST_BLOCKS:
-            raise ValueError(f"each attention head needs a channel, and each level 1 to {MOST_BLOCKS} blocks")
         self.downsampling = 2 ** (len(dim_mults) - 1)
         self.check_shape((channels, image_size, image_size))
 
@@ -202,7 +201,7 @@ class Unet(nn.Module):
         Raises:
             ValueError: if it does not.
         """
-        if len(shape) != 3 or shape[0] != self.channels or not all(0 < side <= MOST_PIXELS for side in shape):
+        if len(shape) != 3 or shape[0] != self.channels:
             raise ValueError(f"this Unet takes data of shape ({self.channels}, h, w), not {tuple(shape)}")
         for side in shape[1:]:
             if side % self.downsampling:

@@ -6,10 +6,11 @@ inpainting and drawings-to-pictures need no second set of pictures.
 
 from abc import ABC, abstractmethod
 from functools import partial
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
+from annotated_types import Interval
 from torch import Tensor
 
 from rectified_flow import randomness
@@ -55,9 +56,7 @@ class Downsample(Degradation):
 
     is_projection = True
 
-    def __init__(self, factor: int = 4) -> None:
-        if factor < 2:
-            raise ValueError(f"the factor is {factor}; it must be at least 2")
+    def __init__(self, factor: Annotated[int, Interval(ge=2)] = 4) -> None:
         self.factor = factor
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -89,9 +88,7 @@ class Blur(Degradation):
         sigma: standard deviation of the blur [px].
     """
 
-    def __init__(self, sigma: float = 2.0) -> None:
-        if not 0 < sigma <= 64:
-            raise ValueError(f"the standard deviation is {sigma}; it must be above 0 and at most 64")
+    def __init__(self, sigma: Annotated[float, Interval(gt=0, le=64)] = 2.0) -> None:
         self.sigma = sigma
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -120,8 +117,6 @@ class Mask(Degradation):
     """
 
     def __init__(self, shape: Literal["box", "brush"] = "box") -> None:
-        if shape not in ("box", "brush"):
-            raise ValueError(f"the shape is {shape}; it must be box or brush")
         self.shape = shape
 
     def __call__(self, x: Tensor) -> Tensor:

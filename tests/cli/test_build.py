@@ -35,7 +35,7 @@ def test_a_flag_of_other_times_is_refused(words: str, unused: str) -> None:
         ("--network_options blocks_per_level=x", "--network_options blocks_per_level is x; it must be a valid integer"),
         (f"--network_options blocks_per_level={'9' * 5000}", "--network_options blocks_per_level is 9999"),
         (f"--network_options blocks_per_level={'[' * 5000}", "--network_options blocks_per_level is [[[["),
-        ("--flow_options condition_dropout=2", "--flow RectifiedFlow cannot be built (condition_dropout is 2.0; it"),
+        ("--flow_options condition_dropout=2", "--flow_options condition_dropout is 2; it must be at most 1"),
         ("--flow Unet", "--flow Unet is not registered"),
         ("--space Sphere", "--space Sphere is not registered: choose "),
         (

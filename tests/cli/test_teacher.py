@@ -172,7 +172,7 @@ def test_a_run_resumes_when_its_teacher_is_gone(teacher: Path, tmp_path: Path) -
         ("--teacher {run} --coupling ot", "--coupling and --teacher exclude each other: pass one"),
         ("--teacher {run} --flow_options objective=mean_flow", "DistilledFlow takes KEY=VALUE with the keys"),
         ("--teacher {run} --init_from {run}", "--teacher and --init_from exclude each other"),
-        ("--teacher {run} --flow_options whole_fraction=1.5", "whole_fraction is 1.5; it must be in [0, 1]"),
+        ("--teacher {run} --flow_options whole_fraction=1.5", "whole_fraction is 1.5; it must be at most 1"),
         (
             "--teacher {run} --teacher_dir {paths} --teacher_samples 70 --batch_size 4",
             "differ in paths (150 stored, 70 requested)",

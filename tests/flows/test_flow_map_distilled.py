@@ -99,10 +99,6 @@ def test_halves_of_paths_with_few_points_begin_and_end_in_points(steps: int) -> 
 
 
 def test_bad_input() -> None:
-    with pytest.raises(ValueError, match="whole_fraction is 2"):
-        DistilledFlow(nn.Identity(), whole_fraction=2)
-    with pytest.raises(ValueError, match="halves_fraction is -1"):
-        DistilledFlow(nn.Identity(), halves_fraction=-1)
     batch: dict[str, Any] = {"images": torch.zeros(2, 3, 8, 8, dtype=torch.uint8)}
     with pytest.raises(UsageError, match="a batch has none: draw them with --teacher"):
         DistilledFlow(Recorder())(**batch)

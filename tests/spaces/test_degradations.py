@@ -88,7 +88,7 @@ def test_a_projection_changes_nothing_the_second_time(degradation: Degradation, 
     ("text", "expected"),
     [
         ("nonsense", "nonsense is not registered: choose Blur or Downsample or Edges or Grey or Mask"),
-        ("downsample:1", "--degrade Downsample cannot be built.*at least 2"),
+        ("downsample:1", "--degrade_options factor is 1; it must be at least 2"),
         ("downsample:x", "--degrade_options factor is x"),
         ("grey:3", "--degrade grey:3: grey takes no value"),
         ("mask:star", "--degrade_options shape is star"),
