@@ -17,13 +17,13 @@ from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import tyro
 from annotated_types import Ge, Gt, Interval, Le, Lt
 
 from rectified_flow.errors import UsageError, first_line
-from rectified_flow.registry import Role, find, names, parameters_of, registered_in
+from rectified_flow.registry import Role, find, names, parameters_of, registered_in, type_of
 from rectified_flow.system.files import LONGEST, check_document, read_document, usable_path
 
 C = TypeVar("C")
@@ -363,7 +363,7 @@ def _describe_imports(arguments: Sequence[str]) -> str:
     for target in registered_in(modules):
         lines.append(f"{target.__name__} of {target.__module__}")
         for name, each in parameters_of(target).items():
-            hint = each.annotation.__origin__ if get_origin(each.annotation) is Annotated else each.annotation
+            hint = type_of(each.annotation)
             kind = getattr(hint, "__name__", str(hint)).upper()
             default = "(no default)" if each.default is each.empty else f"(default: {each.default})"
             lines.append(f"  {f'{name}={kind}':<30} {default}")

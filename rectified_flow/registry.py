@@ -17,7 +17,7 @@ from contextlib import suppress
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_type_hints, overload
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints, overload
 
 from rectified_flow.errors import UsageError, first_line
 
@@ -157,6 +157,11 @@ def parameters_of(target: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     return found
 
 
+def type_of(annotation: Any) -> Any:
+    """Return an annotation without bounds and other metadata."""
+    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+
+
 def _check_arguments(kind: type, arguments: dict[str, Any]) -> None:
     """Check the names of the arguments, and for classes of this package the types, too; turn text into paths.
 
@@ -173,7 +178,8 @@ def _check_arguments(kind: type, arguments: dict[str, Any]) -> None:
             raise UsageError(f"it has no argument {name!r}; upgrade if a newer version wrote the description")
         if kind.__module__.startswith(f"{__package__}."):
             annotation = parameters[name].annotation
-            if isinstance(value, str) and Path in (annotation, *get_args(annotation)):
+            expected = type_of(annotation)
+            if isinstance(value, str) and Path in (expected, *get_args(expected)):
                 arguments[name] = Path(value)  # a description holds a path as text
             if (problem := misfit(arguments[name], annotation)) is not None:
                 raise UsageError(f"{name} is {problem}")
