@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from math import gcd
-from pathlib import Path
 from typing import Any, cast
 
 from accelerate import PartialState
@@ -146,8 +145,7 @@ def add_source(pictures: ImageDataset, data: DataConfig, flags: SourceConfig) ->
         raise UsageError(str(error).replace("--dataset_path", "--source_path")) from error
     if not flags.paired:
         return pictures.with_source(source, seed=data.data_seed or 0)
-    folder = data.dataset_path or Path(data.dataset)
-    return pair_by_name((folder, pictures), (flags.source_path, source), skip_unpaired=flags.skip_unpaired)
+    return pair_by_name(pictures, source, skip_unpaired=flags.skip_unpaired)
 
 
 def add_columns(

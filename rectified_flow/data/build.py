@@ -4,6 +4,7 @@ The name of a store contains a hash of everything that determines its contents. 
 therefore gets a store of its own.
 """
 
+import json
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ from tqdm.auto import tqdm
 
 from rectified_flow.data.framing import Framing
 from rectified_flow.data.metadata import Table
-from rectified_flow.data.store import IMAGES_FILE, OriginalInfo, StoreWriter, row_size
+from rectified_flow.data.store import IMAGES_FILE, ORIGINALS_FILE, Original, OriginalInfo, StoreWriter, row_size
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.system.artifact import Artifact
 from rectified_flow.system.files import usable_path
@@ -26,7 +27,7 @@ from rectified_flow.system.pictures import fit, upright_size
 from rectified_flow.system.terminal import progress_bar
 
 KIND = "image store"
-STORE_VERSION = 4
+STORE_VERSION = 5
 REMEDY = "pass a writable folder with --cache_dir"
 Row = np.ndarray[Any, np.dtype[Any]]
 
@@ -162,12 +163,12 @@ def _build(
 ) -> None:
     """Decode the images with some numbers into the store, and measure the originals on the way."""
     framing = rows.framing
-    store = StoreWriter(path, len(numbers), {rows.file: rows.shape}, KIND)
+    store = StoreWriter(path, len(numbers), {rows.file: rows.shape}, KIND, documents=[ORIGINALS_FILE])
     what = f"{store.length} images of --image_size {framing.size_text}"
     remedy = "lower --image_size, or pass a --cache_dir with more room"
     require_disk(store.length * row_size(rows.file, rows.shape), path.parent, what, remedy)
     labels, broken, enlarged = list[int](), list[str](), 0
-    sizes, contents = set[tuple[int, int]](), set[bytes]()
+    originals, contents = list[Original](), set[bytes]()
     with store.building():
         # Not through a memory map: on a full disk, a write to a memory map crashes the process.
         with (store.stage / rows.file).open("wb") as file:
@@ -180,7 +181,7 @@ def _build(
                 pixels = row.tobytes()
                 file.write(pixels)
                 labels.append(label)
-                sizes.add(size)
+                originals.append(Original(source.name_of(index), *size))
                 contents.add(blake2b(pixels, digest_size=16).digest())
                 enlarged += framing.enlarges(*size)
                 rows.add(row)
@@ -191,7 +192,9 @@ def _build(
             tqdm.write(note)
         if broken:
             tqdm.write(f"skipped {len(broken)} broken images of {store.length}; the first is {broken[0]}")
+        sizes = {original[1:] for original in originals}
         width, height = ([min(sides), max(sides)] for sides in zip(*sizes, strict=True))
+        (store.stage / ORIGINALS_FILE).write_text(json.dumps(originals))
         store.complete(
             np.asarray(labels, dtype=np.int64),
             source=source.name,

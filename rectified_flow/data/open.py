@@ -3,7 +3,6 @@
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -91,42 +90,24 @@ def _framing(
     return Framing.of(image_size, aspect_ratio, alpha=alpha, crop=crop)
 
 
-def stored_rows(pictures: ImageDataset, source: ImageSource | None = None) -> tuple[ImageSource, list[int]]:
-    """Return the source of pictures, and the numbers of its images that are in the store.
+def read_table(pictures: ImageDataset, source: ImageSource | None = None) -> Table:
+    """Return the columns beside pictures, a row for each picture of the store.
 
     Args:
         pictures: pictures, some or all of a store.
         source: their source; by default that of the arguments of :func:`open_dataset` that opened them.
 
     Raises:
-        UsageError: if the images have changed since they were decoded.
+        UsageError: if the metadata cannot be read, or pictures have been removed since they were decoded.
     """
-    given, broken = pictures.arguments, {*pictures.info.skipped}
-    source = find_source(**given) if source is None else source
-    rows = [row for row in source.numbers_without(given.get("exclude", ())) if source.describe(row) not in broken]
-    if len(rows) != pictures.info.length:
-        found = f"{source.name} has {len(rows)} intact pictures, and had {pictures.info.length} when they were decoded"
-        raise UsageError(f"{found}: pass an empty --cache_dir to decode them again")
-    return source, rows
-
-
-def read_table(pictures: ImageDataset, source: ImageSource | None = None) -> Table:
-    """Return the columns beside pictures, a row for each picture of the store; see :func:`stored_rows`."""
-    source, rows = stored_rows(pictures, source)
-    table = source.read_table()
+    source = find_source(**pictures.arguments) if source is None else source
+    table, numbers = source.read_table(), {source.name_of(number): number for number in range(len(source))}
     for note in table.notes:
         PartialState().print(escaped(f"note: {note}"))
-    return table.subset(rows)
-
-
-def picture_names(pictures: ImageDataset) -> list[str]:
-    """Return the path of each picture in its folder; for pictures of other sources the number of its row."""
-    names = [str(row) for row in range(pictures.info.length)]
-    with suppress(UsageError):  # the folder has changed since its pictures were decoded
-        if pictures.arguments.get("dataset_path") is not None:
-            source, rows = stored_rows(pictures)
-            names = [source.name_of(row) for row in rows]
-    return names if pictures.rows is None else [names[row] for row in pictures.rows]
+    try:
+        return table.subset([numbers[original.name] for original in pictures.originals])
+    except KeyError as error:
+        raise UsageError(f"{error} was removed from {source.name} meanwhile: run the command again") from error
 
 
 def find_source(dataset: str, dataset_path: str | Path | None = None, **arguments: Any) -> ImageSource:

@@ -13,7 +13,7 @@ from functools import cached_property
 from hashlib import blake2b, file_digest
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any, Self, cast
+from typing import Annotated, Any, Literal, NamedTuple, Self, cast
 
 import numpy as np
 import torch
@@ -35,8 +35,8 @@ from rectified_flow.system.machine import require_disk
 from rectified_flow.system.terminal import size_text
 
 IMAGES_FILE, LATENTS_FILE, NOISE_FILE = "images.uint8", "latents.float16", "noise.float16"
-LABELS_FILE, INFO_FILE, RECIPE_FILE = "labels.npy", "info.json", "recipe.json"
-READ = ("info", "entries", "stored_labels", "space")
+LABELS_FILE, INFO_FILE, RECIPE_FILE, ORIGINALS_FILE = "labels.npy", "info.json", "recipe.json", "originals.json"
+READ = ("info", "entries", "stored_labels", "space", "originals")
 """Attributes of a dataset that are not pickled: each process reads them from the store."""
 Positive = Annotated[int, Field(gt=0, lt=2**53)]
 
@@ -53,6 +53,16 @@ class LatentInfo:
     """Mean of each channel over all images."""
     std: list[float]
     """Standard deviation of each channel over all images."""
+
+
+class Original(NamedTuple):
+    """The picture that a row of a store was made from."""
+
+    name: str
+    width: Positive
+    """Width before it was resized [px]."""
+    height: Positive
+    """Height before it was resized [px]."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +150,12 @@ class StoreDataset(Dataset[dict[str, Tensor]]):
         """Whether an item has another source in each epoch."""
         return self.source is not None and self.partners is None
 
+    def _with(self, **changes: Any) -> Self:
+        """Return a dataset on the same store with other attributes."""
+        changed = copy(self)
+        vars(changed).update(changes)
+        return changed
+
     def with_columns(self, columns: Mapping[str, Column], *, seed: int = 0) -> Self:
         """Return the same items with further conditions, which have a value for each row of the store.
 
@@ -147,9 +163,7 @@ class StoreDataset(Dataset[dict[str, Tensor]]):
             columns: the columns by the name of the condition.
             seed: seed of the choice among several captions.
         """
-        joined = copy(self)
-        joined.columns, joined.seed = dict(columns), seed
-        return joined
+        return self._with(columns=dict(columns), seed=seed)
 
     def with_source(self, source: "StoreDataset", partners: Sequence[int] | None = None, *, seed: int = 0) -> Self:
         """Return the same items with sources.
@@ -159,23 +173,18 @@ class StoreDataset(Dataset[dict[str, Tensor]]):
             partners: the item of ``source`` for each row of the store; None if none belong together.
             seed: seed of the sources of unpaired items.
         """
-        joined = copy(self)
-        joined.source, joined.seed = source, seed
-        joined.partners = None if partners is None else np.asarray(partners, dtype=np.int64)
-        return joined
+        known = None if partners is None else np.asarray(partners, dtype=np.int64)
+        return self._with(source=source, partners=known, seed=seed)
 
     def like(self, other: "StoreDataset", source: "StoreDataset | None") -> Self:
         """Return the rows that ``other``, a dataset on a store with the same rows, has as items, with their sources."""
-        part = copy(self)
-        part.rows, part.partners, part.seed, part.source = other.rows, other.partners, other.seed, source
-        part.columns = other.columns
-        return part
+        same = {name: vars(other)[name] for name in ("rows", "partners", "columns", "seed")}
+        return self._with(source=source, **same)
 
     def subset(self, items: Sequence[int] | np.ndarray[Any, Any]) -> Self:
         """Return some items as a dataset of the same kind."""
-        part, chosen = copy(self), np.asarray(items, dtype=np.int64)
-        part.rows = chosen if self.rows is None else self.rows[chosen]
-        return part
+        chosen = np.asarray(items, dtype=np.int64)
+        return self._with(rows=chosen if self.rows is None else self.rows[chosen])
 
     @cached_property
     def info(self) -> StoreInfo:
@@ -201,10 +210,7 @@ class StoreDataset(Dataset[dict[str, Tensor]]):
     def stored_labels(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """All labels of the store, a read-only memory map ``[n]``."""
         with reading(self.path / LABELS_FILE):
-            try:
-                return np.load(self.path / LABELS_FILE, mmap_mode="r")
-            except OSError:  # some network file systems refuse a shared map
-                return np.load(self.path / LABELS_FILE, mmap_mode="c")
+            return mapped(self.path / LABELS_FILE)
 
     @property
     def class_names(self) -> list[str]:
@@ -309,6 +315,16 @@ class ImageDataset(StoreDataset):
         return ImageDataset(self.path, self.arguments)
 
     @cached_property
+    def originals(self) -> list[Original]:
+        """The picture that each row of the store was made from."""
+        return read_document(self.path / ORIGINALS_FILE, list[Original])
+
+    @property
+    def names(self) -> list[str]:
+        """The name of each picture in its source: its path in the folder, or the number of its row in the table."""
+        return [self.originals[row].name for row in self._rows_of(range(len(self)))]
+
+    @cached_property
     def space(self) -> Space:
         """The space of the stored rows, with the scale of all of them."""
         framing = self.info.framing
@@ -329,12 +345,18 @@ def dtype_of(name: str) -> np.dtype[Any]:
     return np.dtype(Path(name).suffix[1:])
 
 
-def mapped(file: Path, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """Return the array in ``file`` as a memory map that must not be written to."""
+def mapped(file: Path, shape: tuple[int, ...] = ()) -> np.ndarray[Any, Any]:
+    """Return the array in ``file``, of that shape unless it is ``.npy``, as a memory map not to be written to."""
+
+    def in_mode(mode: Literal["r", "c"]) -> np.ndarray[Any, Any]:
+        if file.suffix == ".npy":
+            return cast(np.ndarray[Any, Any], np.load(file, mmap_mode=mode))
+        return np.memmap(file, dtype_of(file.name), mode, shape=shape)
+
     try:
-        return np.memmap(file, dtype_of(file.name), "r", shape=shape)
+        return in_mode("r")
     except OSError:  # some network file systems refuse a shared map
-        return np.memmap(file, dtype_of(file.name), "c", shape=shape)
+        return in_mode("c")
 
 
 def row_size(name: str, shape: Sequence[int]) -> int:
@@ -352,6 +374,7 @@ class StoreWriter(Artifact):
         kind: name of the rows in the plural, such as ``latents``, and the kind of the artifact.
         recipe: plain data to keep in ``recipe.json``; None keeps no such file. A store with a recipe is in a folder
             that the user chose, so a damaged one is refused instead of replaced.
+        documents: names of further files, which the caller writes.
     """
 
     def __init__(
@@ -361,9 +384,10 @@ class StoreWriter(Artifact):
         rows: Mapping[str, Sequence[int]],
         kind: str,
         recipe: Mapping[str, Any] | None = None,
+        documents: Sequence[str] = (),
     ) -> None:
-        documents = [LABELS_FILE, INFO_FILE] + [RECIPE_FILE] * (recipe is not None)
-        super().__init__(path, kind, (*rows, *documents), replaceable=recipe is None)
+        files = (*rows, LABELS_FILE, INFO_FILE, *[RECIPE_FILE] * (recipe is not None), *documents)
+        super().__init__(path, kind, files, replaceable=recipe is None)
         self.length, self.rows, self.recipe = length, dict(rows), recipe
 
     def prepare(self) -> int:

@@ -14,7 +14,7 @@ import pytest
 import tifffile
 from PIL import Image
 
-from rectified_flow.data.open import open_dataset, picture_names, space_of_folder
+from rectified_flow.data.open import open_dataset, space_of_folder
 from rectified_flow.data.pairs import pair_by_name
 from rectified_flow.data.sources.folder import PictureFolder
 from rectified_flow.errors import UsageError
@@ -201,7 +201,7 @@ def test_pairs_of_different_shapes_are_counted(tmp_path: Path, one: tuple[int, i
     for number, size in enumerate((one, (20, 20))):
         picture(tmp_path / f"a/{number}.png", size)
         picture(tmp_path / f"b/{number}.png", other if number == 0 else (40, 40))
-    pairs = [(tmp_path / name, open_dataset(str(tmp_path / name), image_size=4)) for name in "ab"]
+    pairs = [open_dataset(str(tmp_path / name), image_size=4) for name in "ab"]
     with pytest.raises(UsageError, match=r"1 of 2 pairs in .* differ in shape, such as 0 \(.*\): crop both pictures"):
         pair_by_name(pairs[0], pairs[1], skip_unpaired=False)
     assert pair_by_name(pairs[0], pairs[1], skip_unpaired=True).rows.tolist() == [1]  # type: ignore[union-attr]
@@ -211,7 +211,7 @@ def test_pairs_of_different_shapes_are_counted(tmp_path: Path, one: tuple[int, i
 def test_pairs_of_one_shape_may_differ_in_size(tmp_path: Path, one: tuple[int, int], other: tuple[int, int]) -> None:
     picture(tmp_path / "a/1.png", one)
     picture(tmp_path / "b/1.png", other)
-    pairs = [(tmp_path / name, open_dataset(str(tmp_path / name), image_size=4)) for name in "ab"]
+    pairs = [open_dataset(str(tmp_path / name), image_size=4) for name in "ab"]
     assert len(pair_by_name(pairs[0], pairs[1], skip_unpaired=False)) == 1
 
 
@@ -353,7 +353,7 @@ def test_files_can_be_left_out_by_their_names(tmp_path: Path, kind: str) -> None
     folder = tmp_path / ("pics" if kind == "folder" else "table")
     dataset = open_dataset(str(folder), image_size=4, exclude=names)
     assert dataset.images[:, 0, 0, 0].tolist() == [2]
-    assert picture_names(dataset) == (["a/2.png"] if kind == "folder" else ["1"])
+    assert dataset.names == (["a/2.png"] if kind == "folder" else ["1"])
     assert len(dataset.class_names) == 2, "labels keep their numbers"
     assert len(open_dataset(str(folder), image_size=4)) == 3
     assert len(open_dataset(**dataset.arguments)) == 1
