@@ -18,7 +18,7 @@ from PIL import Image
 from torchvision.transforms.functional import pil_to_tensor
 
 from rectified_flow.errors import UsageError
-from rectified_flow.system.pictures import encode_picture, open_picture, over_white, to_grid, with_texts
+from rectified_flow.system.pictures import encode_picture, open_picture, over_white, to_grid
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs/gallery.md"
@@ -86,7 +86,7 @@ def show(made: Path, picture: Path) -> None:
         images = [pil_to_tensor(over_white(open_picture(file))) for row in files for file in row]
         names = [row.name.partition(" ")[2] for row in rows]  # without the number that orders them
         texts = [name for name, row in zip(names, files, strict=True) for _file in row]
-        sheet = to_grid(with_texts(torch.stack(images), texts), columns=len(files[0]))
+        sheet = to_grid(torch.stack(images), len(files[0]), texts=texts)
         picture.write_bytes(encode_picture(sheet))
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
-from rectified_flow.condition import LARGEST, Picture, WrittenCondition, chosen, written
+from rectified_flow.condition import LARGEST, WrittenCondition, chosen, written
 from rectified_flow.errors import RunError, UsageError
 from rectified_flow.flows.flow import SOURCE, Flow
 from rectified_flow.flows.flow_map import FlowMap
@@ -43,20 +43,19 @@ class NetworkCall(nn.Module):
 
     def __init__(self, flow: Flow) -> None:
         super().__init__()
-        kind, space, conditions = type(flow).__name__, flow.space, chosen(flow.conditions)
+        conditions = chosen(flow.conditions)
         if not isinstance(flow, RectifiedFlow | FlowMap):
-            raise UsageError(f"--checkpoint has a {kind}: only a rectified flow or a flow map can be exported")
-        space.on_page()  # raises an error for data of another kind
-        if space.shape is None:
-            raise UsageError("--checkpoint has a flow of pictures of unknown shape: only known shapes can be exported")
-        for name, each in conditions.items():
-            if not isinstance(each, Picture if name == SOURCE else WrittenCondition) or name == UNKNOWN:
-                raise UsageError(
-                    f"--checkpoint has a network with the condition {name}, a {type(each).__name__}: only labels, "
-                    "numbers, captions and a source can be exported"
-                )
+            raise UsageError(
+                f"--checkpoint has a {type(flow).__name__}: only a rectified flow or a map can be exported"
+            )
+        flow.space.on_page()  # raises an error for data of another kind
+        if others := conditions.keys() - written(conditions).keys() - {SOURCE}:
+            raise UsageError(
+                f"--checkpoint has a network with the condition {min(others)}: only labels, numbers, captions and a "
+                "source can be exported"
+            )
         self.flow: RectifiedFlow | FlowMap = flow.eval().requires_grad_(False)
-        self.is_map, self.shape = isinstance(flow, FlowMap), space.shape
+        self.is_map, self.shape = isinstance(flow, FlowMap), flow.space.shape or ()
         self.kinds = written(conditions)
         """Kinds of the inputs that are conditions, without a source."""
         self.takes_source = SOURCE in conditions and not flow.from_source

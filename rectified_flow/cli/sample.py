@@ -38,7 +38,6 @@ from rectified_flow.system.pictures import (
     open_picture,
     over_white,
     to_grid,
-    with_texts,
     write_motion,
     write_picture,
 )
@@ -293,7 +292,7 @@ def _grid_of(files: Sequence[Path], request: SampleRequest, variants: int, legen
     images = read_pictures(files if request.columns else files[:GRID_PICTURES])
     if several := [texts for texts in request.texts.values() if len({*texts}) > 1]:  # in which the pictures differ
         below = [", ".join(str(texts[row % len(texts)]) for texts in several) for row in range(len(images))]
-        images = with_texts(images, below)
+        return to_grid(images, request.columns, legend, below)
     return to_grid(images, request.columns, legend)
 
 
@@ -332,8 +331,7 @@ def _write_nearest(data: RealData, outputs: Outputs, state: PartialState) -> Non
     for file, rows, values in zip(files, found.indices.tolist(), found.values.tolist(), strict=True):
         texts += [file.name, *(f"{value:.1f}: {names[row]}" for row, value in zip(rows, values, strict=True))]
     near = data.read_pictures(found.indices.flatten().tolist()).unflatten(0, found.indices.shape)
-    cells = with_texts(torch.cat((shown[:, None], near), dim=1).flatten(0, 1), texts)
-    sheet = to_grid(cells, columns=1 + near.shape[1])
+    sheet = to_grid(torch.cat((shown[:, None], near), dim=1).flatten(0, 1), 1 + near.shape[1], texts=texts)
     path = write_picture(outputs.folder / NEAREST_FILE, sheet, **outputs.metadata())
     closest = found.values[:, 0].min()
     tqdm.write(lines({"nearest": f"{path}, the smallest distance is {closest:.1f} of 256 grey levels"}))

@@ -16,7 +16,7 @@ from rectified_flow.flags import flags_in
 from rectified_flow.runs.checkpoint import step_name
 from rectified_flow.system.files import flush, parse_document, read_bytes, replace_file
 from rectified_flow.system.outputs import claim
-from rectified_flow.system.pictures import Legend, Line, Panel, draw_panels, encode_picture, to_grid, with_texts
+from rectified_flow.system.pictures import Legend, Line, Panel, draw_panels, encode_picture, to_grid
 
 PROJECT = "rectified-flow"
 _IMAGE_ARGUMENTS = {"tensorboard": {"dataformats": "NHWC"}}
@@ -198,7 +198,7 @@ class RunLog:
         legend: Legend | None = None,
     ) -> None:
         """Write uint8 images ``[n, 3, h, w]`` as one grid, by default nearly a square; ``texts`` are below each."""
-        grid = to_grid(images if texts is None else with_texts(images, texts), columns, legend)
+        grid = to_grid(images, columns, legend, texts)
         self.preview = path = self.folder / "samples" / f"{step_name(step)}.png"
         with self.tolerant("samples"):
             path.parent.mkdir(exist_ok=True)

@@ -175,29 +175,29 @@ class Legend:
 
 
 def to_grid(
-    images: Tensor, columns: int | None = None, legend: Legend | None = None
+    images: Tensor, columns: int | None = None, legend: Legend | None = None, texts: Sequence[str] | None = None
 ) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Arrange uint8 images ``[n, c, h, w]`` side by side in one ``[H, W, c]``, by default nearly a square.
+    """Arrange uint8 images ``[n, c, h, w]`` side by side in one ``[H, W, c]``.
 
-    A legend is drawn below, and white fills the sides of a grid that is narrower than its text.
+    Args:
+        images: the images. Those with texts are enlarged by a whole number if they are small.
+        columns: number of columns; by default, the grid is nearly a square.
+        legend: drawn below the grid; white fills the sides of a grid that is narrower than its text.
+        texts: a text below each image.
     """
     from torchvision.utils import make_grid  # takes seconds to load
 
+    if texts is not None:
+        factor = -(-LEAST_WIDTH // images.shape[-1])
+        images = images.cpu().repeat_interleave(factor, dim=-2).repeat_interleave(factor, dim=-1)
+        strips = [text_picture(text, images.shape[-1], TEXT_LINES * (TEXT_SIZE + 3)) for text in texts]
+        images = torch.cat((images, torch.stack(strips)), dim=-2)
     columns = columns or max(1, round(len(images) ** 0.5))
     grid: Tensor = make_grid(images, nrow=columns, padding=2, pad_value=255).cpu()
     if legend is not None:
         grid = torch.nn.functional.pad(grid, (0, max(0, LEAST_WIDTH - grid.shape[-1])), value=255)
         grid = torch.cat((grid, legend.draw(grid.shape[-1])), dim=1)
     return grid.permute(1, 2, 0).numpy()
-
-
-def with_texts(images: Tensor, texts: Sequence[str]) -> Tensor:
-    """Return images uint8 ``[n, 3, h, w]``, enlarged by a whole number if they are small, each above its text."""
-    factor = -(-LEAST_WIDTH // images.shape[-1])
-    large = images.repeat_interleave(factor, dim=-2).repeat_interleave(factor, dim=-1)
-    height = TEXT_LINES * (TEXT_SIZE + 3)
-    strips = torch.stack([text_picture(text, large.shape[-1], height) for text in texts])
-    return torch.cat((large, strips.to(large.device)), dim=-2)
 
 
 def text_picture(text: str, width: int, height: int) -> Tensor:

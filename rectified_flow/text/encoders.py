@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.registry import register
@@ -175,26 +175,21 @@ class PretrainedTextEncoder(TextEncoder):
         hidden, known = output.last_hidden_state.float(), attention_mask.bool()[..., None]
         mean = hidden.masked_fill(~known, 0).sum(dim=1) / known.sum(dim=1)
         pooled = output.pooler_output.float() if self.pools else mean
-        return torch.nn.functional.normalize(pooled, dim=1), hidden
+        return nn.functional.normalize(pooled, dim=1), hidden
 
     @torch.no_grad()
     def encode(self, texts: Sequence[str], tokens: int = 0) -> Tensor:
         """Return the vectors of texts and of their tokens, see :meth:`TextEncoder.encode`."""
-        rows = []
+        rows, device = [torch.empty(0, 1 + tokens, self.size)], self.parts[1].device
         for first in range(0, len(texts), TEXTS_AT_ONCE):
-            device = self.parts[1].device
-            given = {
-                name: each.to(device) for name, each in self.tokenize(texts[first : first + TEXTS_AT_ONCE]).items()
-            }
+            inputs = self.tokenize(texts[first : first + TEXTS_AT_ONCE])
+            given = {name: each.to(device) for name, each in inputs.items()}
             with torch.autocast(device.type, enabled=False):
                 vectors, hidden = self.vectors(**given)
-            row = torch.full((len(vectors), 1 + tokens, hidden.shape[-1]), torch.nan)
-            row[:, 0] = vectors.cpu()
-            known = given["attention_mask"].bool()[..., None]
-            sequence = hidden.masked_fill(~known, torch.nan)[:, :tokens]
-            row[:, 1 : 1 + sequence.shape[1]] = sequence.cpu()
-            rows.append(row)
-        return torch.cat(rows) if rows else torch.empty(0, 1 + tokens, self.size)
+            sequence = hidden.masked_fill(~given["attention_mask"].bool()[..., None], torch.nan)[:, :tokens]
+            sequence = nn.functional.pad(sequence, (0, 0, 0, tokens - sequence.shape[1]), value=torch.nan)
+            rows.append(torch.cat((vectors[:, None], sequence), dim=1).cpu())
+        return torch.cat(rows)
 
 
 @cache

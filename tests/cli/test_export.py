@@ -362,7 +362,7 @@ def of_pixels(*_folder: Path, channels: int = 3, settings: Any = None, **conditi
         (
             partial(of_pixels, caption=Picture((3, 8, 8))),
             "onnx",
-            "condition caption, a Picture: only labels, numbers",
+            "the condition caption: only labels, numbers",
         ),
         (
             lambda _folder: RectifiedFlow(Unet(8, (1,), 12, image_size=8), space=Latents(Haar(1), 8)),
