@@ -59,6 +59,9 @@ class FieldFormat:
     pages: bool = False
     """Whether each channel is a page of a TIFF file; otherwise the channels of ``[c, h, w]`` are planes of one page."""
 
+    def __str__(self) -> str:
+        return f"{self.channels} channel{'s' * (self.channels > 1)} of {self.dtype}"
+
 
 class Field(NamedTuple):
     """The field of a file."""

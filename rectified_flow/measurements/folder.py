@@ -115,8 +115,8 @@ class FieldFolder(FileFolder):
         if first.format.suffix in (".npy", ".npz") and not first.format.two_dimensional:
             channels_last = first.format.channels_last
         self.channels_last, self.store_bits = channels_last, store_bits
-        channels, height, width = first.values.shape
-        self.notes.append(f"read {first.format.suffix} files as {_in_words(channels)} of {width} x {height}")
+        _, height, width = first.values.shape
+        self.notes.append(f"read {self.format.suffix} files as {self.format}, {width} x {height} px")
         self.fingerprint = f"{self.fingerprint} fields {channels_last}"
 
     def read(self, file: Path) -> Array:
@@ -128,8 +128,7 @@ class FieldFolder(FileFolder):
         values, found, _ = read_field(file, self.channels_last)
         # A file without a mark for unknown values is read like the first, which has one.
         if found.channels != self.format.channels or found.dtype not in self._types:
-            usual = f"{_in_words(self.format.channels)} of {self.format.dtype}"
-            raise ValueError(f"it has {_in_words(found.channels)} of {found.dtype}, and the first file has {usual}")
+            raise ValueError(f"it has {found}, and the first file has {self.format}")
         return values.astype(self.format.dtype)
 
     def size_of(self, index: int) -> tuple[int, int]:
@@ -175,10 +174,6 @@ class FieldFolder(FileFolder):
             except Exception as error:  # decoders raise exceptions of many types
                 problems.append(f"{printable(file)} ({getattr(error, 'strerror', None) or first_line(error)})")
         raise UsageError(f"--dataset_path {self.path} holds no field that can be read; the first is {problems[0]}")
-
-
-def _in_words(channels: int) -> str:
-    return f"{channels} channel{'s' * (channels > 1)}"
 
 
 def _is_cache(file: Path, stems: Collection[tuple[Path, str]]) -> bool:

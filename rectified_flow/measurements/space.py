@@ -201,7 +201,7 @@ class Fields(Space):
     @property
     def noun(self) -> str:
         """The number and the type of the channels of the files."""
-        return f"{self.files['channels']} channels of {self.files['dtype']}"
+        return str(FieldFormat(**self.files))
 
     def misfit(self, stored: Space) -> str | None:
         """Return the number and the type of the channels of ``stored``, if they are others."""
@@ -216,9 +216,8 @@ class Fields(Space):
     def read(self, file: Path) -> Tensor:
         """Read a field of the type of the sources, or of the data; float32 in physical units, of this shape."""
         values, how, _ = read_field(file, self.files["channels_last"])
-        found, wanted = f"{how.channels} channels of {how.dtype}", (self.sources or self).noun
-        if found != wanted:
-            raise ValueError(f"it has {found}, not {wanted}")
+        if str(how) != (wanted := (self.sources or self).noun):
+            raise ValueError(f"it has {how}, not {wanted}")
         _, height, width = self.shape
         return torch.from_numpy(fit_field(values, (width, height)).astype(np.float32))
 

@@ -97,7 +97,7 @@ def test_other_programs_tiff_files_are_read_to_the_bit(tmp_path: Path, options: 
     tifffile.imwrite(tmp_path / "c.TIF", last, photometric="minisblack", planarconfig="contig", **options)
     folder = FieldFolder(tmp_path)
     assert [folder.load(index)[0].tobytes() for index in range(3)] == [values.tobytes()] * 3
-    assert folder.notes == ["read .tif files as 4 channels of 24 x 20"]
+    assert folder.notes == [f"read .tif files as 4 channels of {dtype}, 24 x 20 px"]
 
 
 def test_copies_and_masks_among_the_pages_are_no_channels(tmp_path: Path) -> None:
@@ -155,9 +155,8 @@ def test_the_axis_of_channels_is_the_short_one(tmp_path: Path, shape: tuple[int,
     save(tmp_path / "a.npy", np.zeros(shape, np.uint8))
     folder = FieldFolder(tmp_path)
     assert len(folder.load(0)[0]) == folder.format.channels == channels
-    plural = "s" * (channels > 1)
-    size = "{} x {}".format(*folder.size_of(0))
-    assert folder.notes == [f"read .npy files as {channels} channel{plural} of {size}"]
+    words = f"{channels} channel{'s' * (channels > 1)} of uint8"
+    assert folder.notes == ["read .npy files as {}, {} x {} px".format(words, *folder.size_of(0))]
 
 
 @pytest.mark.parametrize("shape", [(8, 8, 8), (9, 3, 9), (5, 9, 9), (65, 200, 200)])
