@@ -136,8 +136,6 @@ def test_other_arrays_are_read_in_the_order_of_the_machine(tmp_path: Path) -> No
         assert read_field(save(tmp_path / f"{name}.npy", stored), None).values.tobytes() == values.tobytes()
     assert read_field(save(tmp_path / "bool.npy", np.eye(4, dtype=bool)), None).values.tolist() == [np.eye(4).tolist()]
     assert read_field(tmp_path / "bool.npy", None).format.dtype == "uint8"
-    Image.fromarray(np.eye(64, dtype=bool)).save(tmp_path / "bool.tif")  # less than a byte for each value
-    assert np.array_equal(read_field(tmp_path / "bool.tif", None).values, np.eye(64)[None])
 
 
 def test_values_are_rounded_and_clipped_when_they_are_written(tmp_path: Path) -> None:
@@ -157,6 +155,9 @@ def test_the_axis_of_channels_is_the_short_one(tmp_path: Path, shape: tuple[int,
     assert len(folder.load(0)[0]) == folder.format.channels == channels
     words = f"{channels} channel{'s' * (channels > 1)} of uint8"
     assert folder.notes == ["read .npy files as {}, {} x {} px".format(words, *folder.size_of(0))]
+    save(tmp_path / "b.npy", np.zeros((channels, 4, 5), np.uint8))  # in doubt by itself, unless the first decides
+    if shape[0] == 3:
+        assert FieldFolder(tmp_path).load(1)[0].shape == (channels, 4, 5)
 
 
 @pytest.mark.parametrize("shape", [(8, 8, 8), (9, 3, 9), (5, 9, 9), (65, 200, 200)])
@@ -169,29 +170,11 @@ def test_a_doubt_about_the_axis_is_settled_by_the_flag(tmp_path: Path, shape: tu
     assert first.fingerprint != last.fingerprint
 
 
-def test_sizes_may_differ_and_the_first_shape_decides(tmp_path: Path) -> None:
-    save(tmp_path / "1.npy", np.zeros((3, 16, 20), np.float32))
-    save(tmp_path / "2.npy", np.zeros((3, 4, 5), np.float32))  # in doubt by itself
-    folder = FieldFolder(tmp_path)
-    assert [folder.load(index)[0].shape for index in range(2)] == [(3, 16, 20), (3, 4, 5)]
-    assert folder.size_of(0) == (20, 16)
-
-
-@pytest.mark.parametrize(
-    ("odd", "words"),
-    [
-        (np.zeros((3, 8, 8), np.uint8), "3 channels of uint8"),
-        (np.zeros((2, 8, 8), np.float32), "2 channels of float32"),
-        (None, "1 channel of uint8"),
-    ],
-)
-def test_a_file_that_differs_from_the_first_counts_as_broken(tmp_path: Path, odd: Array | None, words: str) -> None:
+@pytest.mark.parametrize(("channels", "dtype"), [(3, "uint8"), (2, "float32")])
+def test_a_file_that_differs_from_the_first_counts_as_broken(tmp_path: Path, channels: int, dtype: str) -> None:
     save(tmp_path / "1.npy", np.zeros((3, 8, 8), np.float32))
-    if odd is None:
-        Image.new("L", (8, 8)).save(tmp_path / "2.png")
-    else:
-        save(tmp_path / "2.npy", odd)
-    with pytest.raises(ValueError, match=f"it has {words}, and the first file has 3 channels of float32"):
+    save(tmp_path / "2.npy", np.zeros((channels, 8, 8), dtype))
+    with pytest.raises(ValueError, match=f"it has {channels} channels of {dtype}, and the first file has 3 channels"):
         FieldFolder(tmp_path).load(1)
 
 
@@ -205,12 +188,6 @@ def test_subfolders_are_classes_and_metadata_are_columns(tmp_path: Path) -> None
     assert [folder.load(index)[1] for index in range(len(folder))] == [0, 1, 1]
     assert [value for value, _ in folder.read_table().read("depth")] == [None, "3.5", None]
     assert folder.notes[0] == "left out 1 jpg files of other formats, such as photo.jpg"
-    assert folder.describe(0) == str(tmp_path / "dry/1.npy")
-    save(tmp_path / "stray.npy", np.zeros((4, 4), np.float32))
-    assert "no classes: 1 fields are in no subfolder, such as stray.npy" in FieldFolder(tmp_path).notes
-    (tmp_path / "dry/nothing").mkdir()
-    with pytest.raises(UsageError, match=r"holds no fields \(npy, npz, png, tif, tiff\)"):
-        FieldFolder(tmp_path / "dry/nothing")
 
 
 def npy(values: Any) -> bytes:
@@ -262,25 +239,16 @@ HUGE = "{'descr': '<f8', 'fortran_order': False, 'shape': (%s), }\n"
 SMALL, EMPTY = np.zeros((8, 8), np.float32), zlib.compress(b"")
 HOSTILE: dict[str, tuple[str, bytes, str]] = {
     "four axes": (".npy", npy(np.zeros((1, 2, 3, 4))), r"its shape is \(1, 2, 3, 4\); save arrays of two axes"),
-    "one number": (".npz", archive(np.zeros(())), r"its shape is \(\)"),
     "complex": (".npy", npy(np.zeros((4, 4), complex)), "of the type complex128; convert them to one of uint8, uint16"),
     "objects": (".npy", npy(np.full((4, 4), None)), "Object arrays cannot be loaded"),
     "objects in an archive": (".npz", archive(np.full((4, 4), None)), "Object arrays cannot be loaded"),
-    "records": (".npy", npy(np.zeros((4, 4), [("a", "f4")])), "of the type void"),
     "empty": (".npy", npy(np.zeros((0, 4))), r"its shape is \(0, 4\)"),
-    "int64": (".npy", npy(np.zeros((4, 4), int)), "of the type int64"),
     "infinite": (".npy", npy(np.array([[1, np.inf]])), "an infinite value; write NaN"),
     "many values": (".npy", npy_header(HUGE % "1000000, 1000000"), "Unable to allocate 7.28 TiB"),
     "more than the file": (".npy", npy_header(HUGE % "1000, 1000") + bytes(800), "Failed to read all data"),
-    "less than the file": (".npy", npy_header(HUGE % "4, 4") + bytes(800), "more values than its header declares"),
-    "negative": (".npy", npy_header(HUGE % "-4, 4") + bytes(800), "."),
     "long header": (".npy", b"\x93NUMPY\2\0" + struct.pack("<I", 10**8) + b" " * 20000, "expected 100000000 bytes"),
-    "long text": (".npy", npy_header(" " * 15000, b"\2\0"), "large and may not be safe"),
-    "nested": (".npy", npy_header("-" * 9000 + "1"), "."),
-    "nothing": (".npy", b"", "reading magic string"),
     "bomb": (".npz", archive(SMALL, header=npy_header(HUGE % "9000, 9000") + bytes(10**6)), "reading array data"),
     "long bomb": (".npz", archive(SMALL, header=npy_header(HUGE % "2, 2") + bytes(10**6)), "more values than its"),
-    "cut archive": (".npz", archive(SMALL)[:-30], "not a zip file"),
     "damaged archive": (".npz", archive(SMALL, method=0).replace(bytes(9), bytes(8) + b"\1", 1), "Bad CRC-32"),
     "two arrays": (".npz", archive(SMALL, SMALL), "2 arrays; save one"),
     "large tiff": (".tif", with_height(tiff(SMALL), 10**6), "failed to read"),
@@ -289,15 +257,12 @@ HOSTILE: dict[str, tuple[str, bytes, str]] = {
     "large tile": (".tif", with_tile(tiff(np.zeros((8, 8)), tile=(16, 16), compression="lzw"), 2**24), "too small"),
     "cut tiff": (".tif", tiff(SMALL)[:-9], "failed to read"),
     "cut compressed tiff": (".tif", tiff(random_field("uint16", 1), compression="lzw")[:-9], "cannot be reshaped"),
-    "no tiff": (".tif", b"II", "."),
     "palette tiff": (".tif", tiff(np.zeros((4, 4), np.uint8), photometric="palette",
                                   colormap=np.zeros((3, 256), np.uint16)), "it has a palette"),
     "complex tiff": (".tif", tiff(np.zeros((4, 4), np.complex64)), "of the type complex64"),
     "pages of colours": (".tif", tiff(np.zeros((2, 4, 4, 3), np.uint8), photometric="rgb"), "2 pages of shape"),
     "circle of pages": (".tif", with_circle(tiff(np.zeros((150, 2, 2), np.uint8))), "more than 4096 pages"),
     "large png": (".png", png(8, 0, EMPTY, 30000, 30000), "."),
-    "empty png": (".png", png(8, 0, EMPTY), "."),
-    "damaged colours": (".png", png(16, 2, zlib.compress(bytes(100))[:-2] + b"no"), "."),
     "no png": (".png", b"\xff\xd8\xff", "."),
 }  # fmt: skip
 

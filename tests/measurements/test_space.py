@@ -79,7 +79,6 @@ def test_three_channels_as_colours() -> None:
     ("how", "sentence"),
     [
         ({"show": "3"}, "names no channels from 1 to 2"),
-        ({"show": "1,2"}, "names no channels"),
         ({"show": "1:rainbows"}, "no colour map rainbows"),
         ({"low": (0.0, 1.0), "high": (1.0, 1.0)}, "the range of channel 2 is from 1 to 1"),
         ({"low": (0.0,), "high": (1.0,)}, "low and high must have 2 values"),
