@@ -110,7 +110,8 @@ class Batches(Dataset[dict[str, Any]]):
 
 def collate(items: Sequence[Any]) -> dict[str, Any]:
     """Stack items, dicts of tensors, ``image``, or ``(image, label)``, into the dict that a flow takes by keyword."""
-    batch = default_collate(list(items))
+    with torch.autocast("cpu", enabled=False):  # which cannot stack float16
+        batch = default_collate(list(items))
     if isinstance(batch, dict):
         return batch
     values = [batch] if isinstance(batch, Tensor) else batch

@@ -93,6 +93,11 @@ def test_datasets_of_other_people() -> None:
     assert list(collate([{"images": images[0], "depth": labels[0]}])) == ["images", "depth"]
 
 
+def test_latents_in_float16_are_stacked_under_autocast() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        assert collate([torch.zeros(2).half()] * 3)["images"].dtype == torch.float16
+
+
 WORKERS = [
     (0, None),
     (2, "fork"),
