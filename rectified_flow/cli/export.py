@@ -3,17 +3,18 @@
 import json
 import lzma
 import webbrowser
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from hashlib import sha256
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor, nn
 from torch.export import Dim
 
 from rectified_flow.cli.flags.sampling import ExportConfig
-from rectified_flow.cli.network_call import MODEL_FILE, NetworkCall, check, describe, load, to_onnx
+from rectified_flow.cli.network_call import DECODER_FILE, MODEL_FILE, NetworkCall, check, describe, load, to_onnx
 from rectified_flow.errors import UsageError
 from rectified_flow.load import model_hash, read_trained
 from rectified_flow.runs import checkpoint
@@ -29,6 +30,7 @@ ON_PAGE = (Downsample, Grey)
 """Projections that the page applies to a picture."""
 SOURCES = Path(__file__).resolve().parents[1] / "page"
 THUMBNAIL, DESCRIPTION, OFFLINE = "thumbnail.png", "model.json", "offline.js"
+NAMES = (MODEL_FILE, DECODER_FILE, DESCRIPTION)
 THUMBNAIL_TAG = f'<meta property="og:image" content="{THUMBNAIL}">\n'.encode()
 LARGE = (".onnx", ".wasm")
 """Suffixes of the files that a visitor waits for."""
@@ -53,21 +55,21 @@ def export(config: ExportConfig) -> None:
     thumbnail = None if trained.flow.takes_source else newest_samples(trained.run_folder)
     files = page_sources(thumbnail) if is_page else {}
     folder = flags.output_dir or trained.run_folder / "exported"
-    claim(prepare_folder("output_dir", folder), [MODEL_FILE, DESCRIPTION, *(encoder.files if encoder else ()), *files])
-    description = describe(call)
+    claim(prepare_folder("output_dir", folder), [*NAMES, *(encoder.files if encoder else ()), *files])
+    description, decoder = describe(call), trained.flow.space.decoder()
     if is_page:
         description |= {"hash": model_hash(trained.flow), "metadata": PACKET if flags.metadata else None}
     report: dict[str, object] = {"model": trained, "output": description["output"]}
-    with progress_bar(total=2 + bool(encoder), desc="converting the network", unit="stage", leave=False) as bar:
-        expected = {count: call(**call.example(count)) for count in CHECKED_BATCHES}
-        files[MODEL_FILE] = to_onnx(call, call.example(2), {0: Dim("batch")}, in_half=flags.half)
+    stages = 1 + bool(decoder) + bool(encoder)
+    with progress_bar(total=stages, desc="converting the network", unit="stage", leave=False) as bar:
+        files[MODEL_FILE], text = converted(call, call.example, "flow", in_half=flags.half)
+        report["program"] = f"{folder / MODEL_FILE}, {text}"
         bar.update()
-        bar.set_description("checking the program")
-        run = load(files[MODEL_FILE])
-        pairs = ((run(call.example(count))[0], each) for count, each in expected.items())
-        difference = f"difference at most {check(pairs, 'flow', flags.half):.1e}, batches of 1 and 3"
-        report["program"] = f"{folder / MODEL_FILE}, {len(files[MODEL_FILE]) / 1e6:.1f} MB, {difference}"
-        bar.update()
+        if decoder is not None:
+            bar.set_description("converting the decoder")
+            files[DECODER_FILE], text = converted(decoder, call.latents, "decoder", in_half=flags.half)
+            report["decoder"] = f"{folder / DECODER_FILE}, {text}"
+            bar.update()
         if encoder:
             bar.set_description("converting the text encoder")
             more, found = encoder.write(flags.half)
@@ -83,6 +85,27 @@ def export(config: ExportConfig) -> None:
     print(lines(report), flush=True)
     if flags.open:
         _open(folder)
+
+
+def converted(
+    module: nn.Module, example: Callable[[int], dict[str, Tensor]], what: str, *, in_half: bool
+) -> tuple[bytes, str]:
+    """Return a module as ONNX, and its size and its difference from the module in words.
+
+    Args:
+        module: the module.
+        example: returns random inputs by name for a number of rows.
+        what: the module in words, for an error.
+        in_half: store matrices and convolutions in float16.
+
+    Raises:
+        RunError: if the program differs from the module.
+    """
+    expected = {count: module(**example(count)) for count in CHECKED_BATCHES}
+    program = to_onnx(module, example(2), {0: Dim("batch")}, in_half=in_half)
+    run = load(program)
+    difference = check(((run(example(count))[0], each) for count, each in expected.items()), what, in_half)
+    return program, f"{len(program) / 1e6:.1f} MB, difference at most {difference:.1e}, batches of 1 and 3"
 
 
 def newest_samples(run_folder: Path) -> bytes | None:
@@ -142,12 +165,12 @@ def _check_page(call: NetworkCall) -> None:
     Raises:
         UsageError: if it cannot.
     """
-    flow, channels = call.flow, call.shape[0]
-    is_field, degradation = flow.space.on_page() is not None, flow.degradation
+    flow, space, degradation = call.flow, call.flow.space, call.flow.degradation
+    is_field, channels = space.on_page() is not None, (space.picture_shape or call.shape)[0]
     if channels not in (1, RGB) and not is_field:
         raise UsageError(f"--format page supports grey and RGB pictures, not {channels} channels: pass --format onnx")
-    if is_field and flow.takes_source:
-        raise UsageError("--format page reads no measurements to translate: pass --format onnx")
+    if flow.takes_source and (is_field or space.autoencoder is not None):
+        raise UsageError("--format page reads no measurements or latents to translate: pass --format onnx")
     if degradation and degradation.is_projection and type(degradation) not in ON_PAGE:
         kind = type(degradation).__name__
         raise UsageError(f"--format page cannot apply {kind} to the visitor's picture: pass --format onnx")

@@ -19,7 +19,7 @@ from rectified_flow.registry import describe as describe_part
 from rectified_flow.spaces.degradations import Mask
 
 UNKNOWN = "unknown"
-MODEL_FILE = "model.onnx"
+MODEL_FILE, DECODER_FILE = "model.onnx", "decoder.onnx"
 TOLERANCE, HALF_TOLERANCE = 1e-4, 2e-2
 """Greatest difference of program and module, relative to the greatest number that the module returns."""
 Program = Callable[[dict[str, Tensor]], list[Tensor]]
@@ -34,7 +34,7 @@ class NetworkCall(nn.Module):
     input under its own name.
 
     Args:
-        flow: a flow of pixels or measurements whose shape is known.
+        flow: a flow of pixels, latents or measurements whose shape is known.
 
     Raises:
         UsageError: if the flow is of another kind, of other data, or takes conditions of other kinds than
@@ -83,6 +83,10 @@ class NetworkCall(nn.Module):
             inputs |= {SOURCE: pixels * (1 - unknown), UNKNOWN: unknown}
         return inputs
 
+    def latents(self, count: int) -> dict[str, Tensor]:
+        """Return random inputs of the decoder for ``count`` rows, if there is one: ``x`` alone."""
+        return {"x": self.example(count)["x"]}
+
     def forward(self, x: Tensor, t: Tensor, r: Tensor | None = None, **conditions: Tensor) -> Tensor:
         """Return the velocity, or the average velocity over ``[r, t]``, float32 ``[b, c, h, w]``, for ``t`` above 0."""
         # len(x) would fix the batch size of the program
@@ -117,6 +121,9 @@ def describe(call: NetworkCall) -> dict[str, Any]:
         "channels": call.shape[0],
         "range": [-1, 1],
         "fields": flow.space.on_page(),
+        "decoder": None
+        if flow.space.autoencoder is None
+        else {"file": DECODER_FILE, "shape": [*(flow.space.picture_shape or ())]},
         "classes": flow.class_names,
         "no_label": getattr(flow.conditions.get("labels"), "num_classes", None),
         "conditions": [{"name": name} | kind.exported() for name, kind in call.kinds.items()],

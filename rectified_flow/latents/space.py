@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rectified_flow import randomness
 from rectified_flow.condition import Values
@@ -154,6 +154,13 @@ class Latents(StoredLatents):
         other.autoencoder = self.autoencoder
         return other
 
+    def on_page(self) -> None:
+        """Return None: an exported program shows the pictures of the decoder."""
+
+    def decoder(self) -> nn.Module:
+        """Return the decoder of the autoencoder, for latents as the flow has them."""
+        return Decoder(self)
+
     def decode(self, x: Tensor) -> Tensor:
         """Return pictures in [0, 1], decoded some at a time."""
         parts = self.unscaled(x).split(self._at_once)
@@ -181,3 +188,18 @@ class Latents(StoredLatents):
     @property
     def _at_once(self) -> int:
         return max(1, PIXELS_AT_ONCE // self.image_size**2)
+
+
+class Decoder(nn.Module):
+    """The decoder of a space of latents as a module, called with ``x``."""
+
+    def __init__(self, space: Latents) -> None:
+        super().__init__()
+        self.autoencoder = space.autoencoder
+        self.autoencoder.prepare(torch.device("cpu"))
+        shape = (-1, *[1] * (len(space.shape or ()) - 1))
+        self.mean, self.std = (torch.tensor(scale).reshape(shape) for scale in (space.mean, space.std))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return pictures ``[b, 3, h, w]`` in about [-1, 1]."""
+        return self.autoencoder.decode(x * self.std + self.mean)

@@ -77,7 +77,7 @@ function nameBackend({ backend, reason }) {
 
 function begin(description) {
   model = description;
-  shape = model.inputs.x.shape.slice(1);
+  shape = model.decoder?.shape ?? model.inputs.x.shape.slice(1);
   const map = model.kind === "map";
   showAbout(model);
   conditions = makeControls(model.conditions, at("texts"), at("conditions"), () => draw());
@@ -87,6 +87,7 @@ function begin(description) {
   for (const name of ["seed-row", "seeds", "seed-keys"]) at(name).hidden = !isRandom() && !drawsLabels();
   at("walk-row").hidden = !map || at("seed-row").hidden;
   at("way").hidden = map;
+  at("drop").hidden = Boolean(model.decoder); // the page has no encoder for a given picture
   at("steps").max = Math.max(model.steps, MOST_STEPS[model.kind]);
   at("steps").value = model.steps;
   at("guidance").value = model.guidance ?? 1; // earlier exports have no default
@@ -239,7 +240,7 @@ function settingsNow() {
 function show({ id, interval, steps, x, milliseconds }) {
   const finished = interval === steps;
   const pictures = at("pictures").querySelectorAll("canvas");
-  if (finished || revealing) {
+  if (finished || (revealing && !model.decoder)) {
     pictures.forEach((element, row) => paint(element, x, row, shape, model.fields));
     if (comparison.picture) comparison.showResult(x, chosen);
   }
@@ -338,6 +339,7 @@ function restore() {
 async function take(file) {
   const mine = ++taken;
   await beginning;
+  if (model.decoder) return fail("This model generates pictures from noise alone.");
   const rgba = await readPicture(file, shape).catch(() => null);
   if (mine !== taken) return;
   if (rgba) give(degraded(model, fromPixels(rgba, shape[0])));

@@ -98,6 +98,18 @@ export async function openTextEncoder(program, backend) {
   };
 }
 
+/** A function from latents to the pixels of their pictures, on the processor. */
+export async function openDecoder(model, program, backend) {
+  const ort = await runtime(backend);
+  const session = await start(ort, program, "wasm");
+  const shape = model.inputs.x.shape.slice(1);
+  return async (x) => {
+    const rows = x.length / shape.reduce((a, b) => a * b);
+    const outputs = await session.run({ x: new ort.Tensor("float32", x, [rows, ...shape]) });
+    return outputs[session.outputNames[0]].data;
+  };
+}
+
 async function evaluate(ort, session, model, { x, t, r, ...conditions }) {
   const shape = model.inputs.x.shape.slice(1);
   const rows = x.length / shape.reduce((a, b) => a * b);

@@ -1,7 +1,7 @@
 // Draws pictures beside the page, so that the page never waits: the newest job replaces the one that is being drawn.
 
 import { conditionsOf, programEncoder, wordEncoder } from "./conditions.js";
-import { chooseRuntime, openNetwork, openTextEncoder } from "./runtime.js";
+import { chooseRuntime, openDecoder, openNetwork, openTextEncoder } from "./runtime.js";
 import { sample } from "./sampler.js";
 
 let newest = 0;
@@ -18,16 +18,18 @@ async function load() {
   const texts = captions.find(({ encoder }) => encoder.kind === "program")?.encoder;
   const chosen = await chooseRuntime(wanted);
   const download = (names) => downloaded(names, model.sizes ?? {}); // earlier exports have no sizes
-  const [binary, program, encoder] = await download([chosen.file, model.file, ...(texts ? [texts.file] : [])]);
+  const extra = [model.decoder?.file, texts?.file].filter(Boolean); // earlier exports have no decoder
+  const [binary, program, ...more] = await download([chosen.file, model.file, ...extra]);
   let drawing;
   const call = await openNetwork(model, program, chosen, binary, download, (backend, reason) => {
     drawing = backend;
     postMessage({ backend, reason });
   });
-  const run = texts && await openTextEncoder(encoder, drawing);
+  const decode = model.decoder ? await openDecoder(model, more.shift(), drawing) : (x) => x;
+  const run = texts && await openTextEncoder(more.shift(), drawing);
   const tokenizer = texts && await openTokenizer(texts.tokenizer);
   const encodes = (caption) => caption.encoder.kind === "words" ? wordEncoder(caption) : programEncoder(caption, tokenizer, run);
-  return { model, call, encoders: captions.map((caption) => [caption.name, encodes(caption)]) };
+  return { model, call, decode, encoders: captions.map((caption) => [caption.name, encodes(caption)]) };
 }
 
 async function openTokenizer(name) {
@@ -65,15 +67,21 @@ onmessage = ({ data: job }) => {
 };
 
 async function draw(job) {
-  const { model, call, encoders } = await ready;
+  const { model, call, decode, encoders } = await ready;
   if (job.id !== newest || !job.numbers.length) return; // a job of no pictures only ends the one before
   const began = performance.now();
   for (const [name, encode] of encoders) job.conditions[name] = await encode(job.conditions[name]);
-  await sample(model, job, call, async (interval, x) => {
+  await sample(model, job, call, async (interval, latents) => {
+    const x = await decode(interval < job.steps ? firstRow(model, latents) : latents);
     postMessage({ id: job.id, interval, steps: job.steps, x, milliseconds: performance.now() - began });
     await new Promise((resume) => setTimeout(resume)); // for a newer job to come in
     return job.id === newest;
   });
+}
+
+/** The only row of latents that is shown on the way, since decoding takes long; all rows of a model without a decoder. */
+function firstRow(model, x) {
+  return model.decoder ? x.subarray(0, model.inputs.x.shape.slice(1).reduce((a, b) => a * b)) : x;
 }
 
 function report(error) {

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rectified_flow.condition import ConditionSpecs, Values
 from rectified_flow.errors import UsageError
@@ -176,8 +176,11 @@ class Space(ABC):
         Raises:
             UsageError: if data of this kind cannot be exported.
         """
-        kind = type(self).__name__.lower()
-        raise UsageError(f"--checkpoint has a flow of {kind}: only pixels and measurements can be exported")
+        raise UsageError(f"--checkpoint has a flow of {type(self).__name__.lower()}, which cannot be exported")
+
+    def decoder(self) -> nn.Module | None:
+        """Return the module from ``x`` ``[b, ...]`` to pictures in [-1, 1], if it is exported beside the network."""
+        return None
 
     def to_stored(self, x: Tensor) -> Tensor:
         """Convert generated ``x`` to data that a dataset might store, the inverse of :meth:`encode`.
