@@ -4,14 +4,12 @@ import json
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 from rectified_flow.cli.evaluate import evaluate, real_data
 from rectified_flow.cli.flags.sampling import EvaluateConfig, MeasureConfig
-from rectified_flow.data.open import open_dataset
 from rectified_flow.distributed.join import join_processes
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.evaluator import Evaluator
@@ -22,31 +20,16 @@ from rectified_flow.load import read_trained
 from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.checkpoint import FLOW_FILE
-from rectified_flow.runs.config import TrainingConfig
-from rectified_flow.runs.folder import describe_run
 from rectified_flow.system.outputs import claim
+from tests.evaluation.runs import COUNT, pictures_of, save_run
 from tests.programs import assert_refused
 from tests.ranks import run_on_ranks
 from tests.test_load import FLOWS
 
-COUNT = 21
-
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of a rectified flow on a folder of random pictures of cats and dogs."""
-    folder = tmp_path_factory.mktemp("evaluated")
-    random = np.random.default_rng(0)
-    for i in range(COUNT):
-        picture = folder / "pictures" / ("cat" if i < 7 else "dog") / f"{i}.png"
-        picture.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(random.integers(256, size=(8, 8, 3), dtype=np.uint8)).save(picture)
-    flow = FLOWS["rectified"]()
-    dataset = open_dataset("unused", folder / "pictures", image_size=8, cache_dir=folder / "cache")
-    config = describe_run(TrainingConfig(), describe(flow), dataset)
-    files = {checkpoint.MODEL_FILE: flow.network.state_dict()}
-    checkpoint.save(folder / "checkpoints", 1, files, {FLOW_FILE: describe(flow), checkpoint.CONFIG_FILE: config})
-    return folder
+    return save_run(tmp_path_factory.mktemp("evaluated"), FLOWS["rectified"]())
 
 
 def measure(*flags: object) -> None:
@@ -87,7 +70,7 @@ def test_held_out_pictures(run: Path, tmp_path: Path) -> None:
     save_with_flags(run, tmp_path, holdout=0.5, seed=3)
     run_on_ranks(2, measure, "--checkpoint", tmp_path, "--steps", 1)
     [result] = json.loads((tmp_path / "evaluation.json").read_text())
-    pictures = open_dataset("unused", run / "pictures", image_size=8, cache_dir=run / "cache")
+    pictures = pictures_of(run)
     split = hold_out(pictures, 0.5, 3)
     distances = result["distances"]
     assert result["num_real"] == len(split.training) == COUNT - len(split.held_out) - len(split.left_out)

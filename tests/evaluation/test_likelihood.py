@@ -9,13 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
 from rectified_flow.cli.evaluate import evaluate
 from rectified_flow.cli.flags.sampling import EvaluateConfig
-from rectified_flow.data.open import open_dataset
-from rectified_flow.data.store import ImageDataset
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.evaluator import Comparison, Evaluator
 from rectified_flow.evaluation.likelihood import bits_per_dimension, cubic_times, estimates, log_density
@@ -27,17 +24,13 @@ from rectified_flow.latents.space import Latents
 from rectified_flow.load import load_flow
 from rectified_flow.measurements.space import Fields
 from rectified_flow.measurements.transforms import Asinh, Linear, Transform
-from rectified_flow.registry import describe
-from rectified_flow.runs import checkpoint
-from rectified_flow.runs.checkpoint import FLOW_FILE
-from rectified_flow.runs.config import TrainingConfig
-from rectified_flow.runs.folder import describe_run
 from rectified_flow.spaces.pixels import Pixels
 from tests.analytic import Gaussian, Optimal, image_gaussian
+from tests.evaluation.runs import COUNT, pictures_of, save_run
 from tests.ranks import run_on_ranks
 from tests.test_load import settings, unet
 
-COUNT, STEPS = 21, 32
+STEPS = 32
 
 
 class Correlated(nn.Module):
@@ -134,23 +127,7 @@ def test_the_error_falls_with_the_fourth_power_of_the_number_of_steps() -> None:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of a rectified flow on random pictures of cats and dogs, some of them held out."""
-    folder = tmp_path_factory.mktemp("likely")
-    random = np.random.default_rng(0)
-    for i in range(COUNT):
-        picture = folder / "pictures" / ("cat" if i < 7 else "dog") / f"{i}.png"
-        picture.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(random.integers(256, size=(8, 8, 3), dtype=np.uint8)).save(picture)
-    flow = RectifiedFlow(unet(), **settings())
-    dataset = pictures_of(folder)
-    config = describe_run(TrainingConfig(seed=3), describe(flow), dataset, flags={"holdout": 0.5})
-    files = {checkpoint.MODEL_FILE: flow.network.state_dict()}
-    checkpoint.save(folder / "checkpoints", 1, files, {FLOW_FILE: describe(flow), checkpoint.CONFIG_FILE: config})
-    return folder
-
-
-def pictures_of(run: Path) -> ImageDataset:
-    return open_dataset("unused", run / "pictures", image_size=8, cache_dir=run / "cache")
+    return save_run(tmp_path_factory.mktemp("likely"), RectifiedFlow(unet(), **settings()), holdout=0.5, seed=3)
 
 
 def test_an_estimate_is_a_function_of_its_picture_its_condition_and_the_seed(run: Path) -> None:

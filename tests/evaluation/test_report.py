@@ -44,12 +44,6 @@ def test_counts_and_rare_classes(pictures: Path) -> None:
     )
 
 
-def test_flowers_have_nothing_wrong() -> None:
-    dataset = ImageDataset(open_store(SyntheticFlowers(16, count=120), 8))
-    assert summarize_pictures(dataset) == "120, all 16x16 px"
-    assert describe_pictures(dataset, near_duplicates=0)["enlarged"] == "0 smaller than 8 px"
-
-
 def test_the_framing_names_a_store_where_it_is_not_the_default(tmp_path: Path) -> None:
     framings = [
         *(Framing(4, 4), Framing(8, 4), Framing(4, 8), Framing(4, 4, alpha=True)),

@@ -68,15 +68,6 @@ def test_steps_are_intervals_and_calls_are_counted(solver: Solver) -> None:
     assert {*get_args(Solver)} == {*CALLS_PER_STEP}
 
 
-@pytest.mark.parametrize("solver", get_args(Solver))
-def test_the_way_is_watched_from_start_to_end(solver: Solver) -> None:
-    seen: list[float] = []
-    x = draw(2)
-    end = integrate(velocity, x, time_grid(4), solver, watch=lambda t, x: seen.append(t))
-    assert seen == pytest.approx([1, 0.75, 0.5, 0.25, 0])
-    assert end.shape == x.shape
-
-
 @pytest.mark.parametrize("start", [1.0, 0.6, 0.001])
 @pytest.mark.parametrize("kind", GRIDS)
 @pytest.mark.parametrize("steps", [1, 2, 16])

@@ -25,11 +25,6 @@ def test_a_cpu_has_channels_last_in_float32_only(precision: str, expected: bool)
     assert images.is_contiguous(memory_format=torch.channels_last) == expected
 
 
-def test_networks_of_other_people_stay_as_they_are() -> None:
-    module = to_device(torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Conv3d(3, 4, 3)), CPU, "no")
-    assert all(parameter.is_contiguous() for parameter in module.parameters())
-
-
 def test_moments_and_averages_are_laid_out_like_weights_before_and_after_a_resume(
     tmp_path: Path, flowers: ImageDataset
 ) -> None:

@@ -92,16 +92,6 @@ def test_rows_that_are_not_changed_are_the_same_and_their_numbers_0() -> None:
     assert torch.isfinite(y).all()
 
 
-def test_draws_belong_to_the_row() -> None:
-    pixels, images = Pixels(augmentation=0.9), (X * 100 + 128).to(torch.uint8)
-    with deterministic(BatchRows(3, 7, 4, slice(None))):
-        whole, told = pixels.augment(images)
-    with deterministic(BatchRows(3, 7, 4, slice(1, None, 2))):
-        part, told_part = pixels.augment(images[1::2])
-    assert torch.equal(part, whole[1::2])
-    assert torch.equal(told_part["augmentation"], told["augmentation"][1::2])
-
-
 def test_a_network_that_cannot_be_told_is_refused() -> None:
     with pytest.raises(ValueError, match="does not take the augmentation"):
         RectifiedFlow(Unet(8, (1, 2), image_size=8), space=Pixels((3, 8, 8), augmentation=0.1))

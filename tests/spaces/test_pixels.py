@@ -20,11 +20,6 @@ def test_every_value_survives_the_way_there_and_back() -> None:
     assert torch.equal(space.render(space.decode(x)), images.expand(-1, 3, -1, -1))
 
 
-def test_floating_point_pictures_are_taken_as_they_are() -> None:
-    images = torch.rand(2, 3, 4, 4, dtype=torch.float64) * 2 - 1
-    assert torch.equal(Pixels().encode(images), images.float())
-
-
 def test_a_single_channel_is_drawn_grey() -> None:
     picture = Pixels().render(torch.tensor([0.0, 0.2, 1.0]).reshape(1, 1, 1, 3))
     assert picture.dtype == torch.uint8
@@ -104,9 +99,3 @@ def test_random_parts_are_those_of_the_step_on_any_number_of_processes() -> None
     assert torch.equal(torch.cat([cropped(3, slice(0, 32)), cropped(3, slice(32, 64))]), whole)
     assert torch.equal(cropped(3, slice(0, 64)), whole)
     assert not torch.equal(cropped(4, slice(0, 64)), whole)
-
-
-def test_all_else_takes_the_centre() -> None:
-    space = Pixels((3, 8, 12))
-    centre = coordinates(2)[..., 1:9, 1:13]
-    assert torch.equal(space.encode(coordinates(2)), space.encode(centre))
