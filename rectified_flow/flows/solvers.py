@@ -60,7 +60,7 @@ def integrate(
     steps: dict[Solver, Step] = {
         "euler": partial(_euler, velocity),
         "midpoint": partial(_midpoint, velocity),
-        "heun": partial(_heun if evaluate_at_data else _heun_before_data, velocity),
+        "heun": partial(_heun, velocity, evaluate_at_data),
         "ab2": _adams_bashforth(velocity),
         "dpmpp_2m": _data_prediction(velocity),
         "stochastic": partial(_stochastic, velocity),
@@ -100,13 +100,11 @@ def _midpoint(velocity: Velocity, x: Tensor, t: float, t_next: float) -> Tensor:
     return x + dt * velocity(x + dt / 2 * velocity(x, t), t + dt / 2)
 
 
-def _heun(velocity: Velocity, x: Tensor, t: float, t_next: float) -> Tensor:
+def _heun(velocity: Velocity, evaluate_at_data: bool, x: Tensor, t: float, t_next: float) -> Tensor:
     dt, start = t_next - t, velocity(x, t)
+    if t_next == 0 and not evaluate_at_data:
+        return x + dt * start
     return x + dt / 2 * (start + velocity(x + dt * start, t + dt))
-
-
-def _heun_before_data(velocity: Velocity, x: Tensor, t: float, t_next: float) -> Tensor:
-    return (_heun if t_next > 0 else _euler)(velocity, x, t, t_next)
 
 
 def _stochastic(velocity: Velocity, x: Tensor, t: float, t_next: float) -> Tensor:
@@ -197,6 +195,15 @@ class Guidance:
         if self.autoguidance != 1 and self.earlier is None:
             raise ValueError("autoguidance needs the velocity of an earlier version of the flow")
 
+    def autoguided(self, predict: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Return the velocity of ``predict``, extrapolated away from that of the earlier version."""
+        earlier = self.earlier
+        if earlier is None or self.autoguidance == 1:
+            return predict
+        return lambda *inputs, **conditions: torch.lerp(
+            earlier(*inputs, **conditions), predict(*inputs, **conditions), self.autoguidance
+        )
+
 
 NO_GUIDANCE = Guidance()
 
@@ -224,7 +231,7 @@ def guided(predict: Callable[..., Tensor], kinds: ConditionSpecs, conditions: Va
     if any(not names or not names <= free for _, names in groups):
         raise ValueError("guidance needs a network that takes conditions: pass their values")
     earliest, latest = guidance.interval
-    better = partial(_autoguided, predict, guidance.earlier, guidance.autoguidance)
+    better = guidance.autoguided(predict)
 
     def velocity(x: Tensor, t: float) -> Tensor:
         acts = earliest <= t <= latest
@@ -243,15 +250,3 @@ def guided(predict: Callable[..., Tensor], kinds: ConditionSpecs, conditions: Va
         return conditional + torch.stack(changes).sum(dim=0)
 
     return velocity
-
-
-def _autoguided(
-    predict: Callable[..., Tensor],
-    earlier: Callable[..., Tensor] | None,
-    scale: float,
-    *arguments: Tensor,
-    **conditions: Tensor,
-) -> Tensor:
-    """Return the velocity of ``predict``, extrapolated away from that of ``earlier``."""
-    velocity = predict(*arguments, **conditions)
-    return velocity if earlier is None or scale == 1 else torch.lerp(earlier(*arguments, **conditions), velocity, scale)
