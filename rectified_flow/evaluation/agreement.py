@@ -11,10 +11,10 @@ from torch import Tensor
 from rectified_flow.condition import WrittenCondition, written
 from rectified_flow.distributed.collectives import map_over_ranks
 from rectified_flow.evaluation.evaluator import Comparison, conditions_of
-from rectified_flow.evaluation.heldout import FEWEST
+from rectified_flow.evaluation.heldout import MIN_HELD_OUT
 from rectified_flow.registry import register
 
-MOST_SAMPLES, MOST_FITTED, FOLDS = 500, 3000, 5
+MAX_SAMPLES, MAX_FITTED, FOLDS = 500, 3000, 5
 """Largest numbers of samples to score and of real pictures to fit on, and number of folds of cross-validation."""
 PENALTIES = 10.0 ** torch.arange(-4, 3)
 """Penalties to choose from, relative to the mean squared distance of the features from their mean."""
@@ -37,7 +37,7 @@ def agreement(comparison: Comparison) -> dict[str, float]:
     kinds = written(flow.conditions)
     if not kinds:
         return {}
-    dataset, held_out, count = evaluator.dataset, evaluator.held_out, min(evaluator.num_samples, MOST_SAMPLES)
+    dataset, held_out, count = evaluator.dataset, evaluator.held_out, min(evaluator.num_samples, MAX_SAMPLES)
     data = dataset if held_out is None else held_out
     rows = evaluator.order(data, count)
     asked = conditions_of(flow, data, rows, evaluator.seed)
@@ -48,7 +48,7 @@ def agreement(comparison: Comparison) -> dict[str, float]:
         generated = comparison.generated
     if not evaluator.state.is_main_process:
         return {}
-    fitted = evaluator.order(dataset, MOST_FITTED)  # begins with `rows` if nothing is held out
+    fitted = evaluator.order(dataset, MAX_FITTED)  # begins with `rows` if nothing is held out
     real, unseen = evaluator.real.features[0][fitted], evaluator.real.held_out
     samples = generated[: count - count % len(rows), : real.shape[1]].cpu().unflatten(0, (-1, len(rows)))
     pictures = torch.cat(((real[: len(rows)] if unseen is None else unseen[rows])[None], samples))
@@ -58,7 +58,7 @@ def agreement(comparison: Comparison) -> dict[str, float]:
         own = kind.scores(asked[name][known], pictures[:, known])
         scores |= {f"{name}_{score}": value for score, value in own.items()}
         targets, all_asked = kind.targets(values[name]), kind.targets(asked[name])
-        if targets is not None and all_asked is not None and min(len(known), len(fit)) >= FEWEST:
+        if targets is not None and all_asked is not None and min(len(known), len(fit)) >= MIN_HELD_OUT:
             folds = [(fit, known)]
             if held_out is None:
                 folds = [(fit[~torch.isin(fit, part)], part) for part in (known[i::FOLDS] for i in range(FOLDS))]

@@ -25,7 +25,7 @@ from rectified_flow.flows.flow import Flow, expand
 from rectified_flow.randomness import mix
 
 D = TypeVar("D", bound=StoreDataset)
-FEWEST = 8
+MIN_HELD_OUT = 8
 """Smallest number of held-out pictures: the mean loss of fewer is too noisy."""
 
 
@@ -52,9 +52,9 @@ class Split:
     @property
     def problem(self) -> str | None:
         """A sentence if a side has too few pictures, or else None."""
-        if len(self.held_out) >= FEWEST and len(self.training) > 1:
+        if len(self.held_out) >= MIN_HELD_OUT and len(self.training) > 1:
             return None
-        return f"{self}; {FEWEST} held-out pictures and 2 others are needed"
+        return f"{self}; {MIN_HELD_OUT} held-out pictures and 2 others are needed"
 
     def divide(self, dataset: D) -> tuple[D, D]:
         """Return the training items and the held-out items of a dataset."""
@@ -100,7 +100,7 @@ def split_rows(colours: Tensor, share: float, seed: int) -> Split:
 
 
 TIMES = 8
-MOST_PICTURES = 256
+MAX_PICTURES = 256
 """Largest number of pictures of either kind: more make a measurement less noisy, and longer."""
 AT_ONCE = 8
 """Number of pictures that are measured at once, each at all times."""
@@ -128,7 +128,7 @@ class HeldOutPictures:
 
     def __init__(self, training: StoreDataset, held_out: StoreDataset, seed: int) -> None:
         self.available = len(held_out)
-        self.count = min(len(training), len(held_out), MOST_PICTURES)
+        self.count = min(len(training), len(held_out), MAX_PICTURES)
         self.seed = seed
         chosen = [
             dataset.subset(permuted(np.arange(self.count), len(dataset), mix(seed, "held-out pictures")))

@@ -33,7 +33,7 @@ from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.solvers import Velocity, take_steps
 from rectified_flow.registry import register
 
-MOST_PICTURES = 128
+MAX_PICTURES = 128
 """Largest number of training pictures, and of held-out pictures, that are measured."""
 
 
@@ -53,7 +53,7 @@ def likelihood(comparison: Comparison) -> dict[str, float]:
     for prefix, data in {"": evaluator.dataset, "heldout_": evaluator.held_out}.items():
         if data is None:
             continue
-        rows = evaluator.order(data, MOST_PICTURES)
+        rows = evaluator.order(data, MAX_PICTURES)
         estimate = partial(estimates, flow, data, rows, times, evaluator.batch_size, evaluator.seed)
         bits = map_over_ranks(evaluator.state, len(rows), estimate)
         numbers |= on_main(evaluator.state, partial(_summary, f"{prefix}bits_per_dimension", bits))

@@ -15,7 +15,7 @@ from rectified_flow.evaluation.features import in_batches
 from rectified_flow.flows.flow import SOURCE
 from rectified_flow.registry import register
 
-NEAREST, MOST_VARIANTS = 10, 4
+NEAREST, MAX_VARIANTS = 10, 4
 """Number k of the top-k accuracy of retrieval, and largest number of results for each source that are compared."""
 
 
@@ -60,7 +60,7 @@ def translation(comparison: Comparison) -> dict[str, float]:
     for name, each in {"": results[:count], "copy_": copies, "neighbour_": real[neighbours]}.items():
         scores[f"{name}partner_distance"] = (each - partners).square().sum(dim=1).mean().item()
         scores[f"{name}partner_found"] = found(each, partners)
-    variants = min(len(results) // count, MOST_VARIANTS)
+    variants = min(len(results) // count, MAX_VARIANTS)
     if variants > 1:
         squares = (results[: variants * count].unflatten(0, (variants, count)) - partners).square().sum(dim=2)
         scores[f"best_of_{variants}_partner_distance"] = squares.amin(dim=0).mean().item()

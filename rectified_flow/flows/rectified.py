@@ -12,7 +12,7 @@ from rectified_flow.flows.solvers import NO_GUIDANCE, Guidance, Watch, guided, i
 from rectified_flow.flows.times import LogitNormal, TimeDistribution, time_grid
 from rectified_flow.registry import register
 
-LEAST_DIVISOR = 0.05
+MIN_DIVISOR = 0.05
 """Clean and noise predictions divide by t or 1 - t in the loss; published x-prediction clips it (arXiv:2511.13720)."""
 LATEST = 1 - 1 / 64
 """Latest time at which sampling evaluates a noise prediction: later, its error is divided by almost 0."""
@@ -157,7 +157,7 @@ class RectifiedFlow(Flow):
         with self.evaluating():
             return integrate(lambda x, t: field(x, max(t, first)), x, times, solver)
 
-    def _as_velocity(self, value: Tensor, x: Tensor, t: Tensor, least: float = LEAST_DIVISOR) -> Tensor:
+    def _as_velocity(self, value: Tensor, x: Tensor, t: Tensor, least: float = MIN_DIVISOR) -> Tensor:
         """Return the velocity of a prediction, whose divisor is at least ``least``."""
         if self.prediction == "velocity":
             return value

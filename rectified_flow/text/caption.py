@@ -96,11 +96,11 @@ class Caption(WrittenCondition):
         ``retrieval_by_chance`` is the same of samples in random order. With fewer than 8 different captions, there are
         no scores.
         """
-        from rectified_flow.evaluation.heldout import FEWEST
+        from rectified_flow.evaluation.heldout import MIN_HELD_OUT
         from rectified_flow.evaluation.translation import found
 
         number = {caption.numpy().tobytes(): row for row, caption in enumerate(values)}  # one row for each caption
-        if len(number) < FEWEST:
+        if len(number) < MIN_HELD_OUT:
             return {}
         size = min(AMONG, len(number))
         groups = torch.tensor([*number.values()][: len(number) // size * size]).unflatten(0, (-1, size))
