@@ -78,15 +78,6 @@ def test_a_kind_without_a_constructor_has_that_of_its_base() -> None:
     assert (back.wheels, back.speed) == ((Wheel(),), 3.0)
 
 
-def test_a_kind_without_arguments() -> None:
-    @register
-    class Empty:
-        pass
-
-    assert describe(Empty()) == {"kind": "Empty"}
-    assert isinstance(there_and_back(Empty()), Empty)
-
-
 def test_a_registered_class_is_left_as_it_is() -> None:
     assert register(Wheel) is Wheel
     assert is_registered(Wheel())
@@ -97,14 +88,6 @@ def test_a_registered_class_is_left_as_it_is() -> None:
 def test_a_subclass_that_is_not_registered_is_not_described_as_its_base() -> None:
     with pytest.raises(UsageError, match=r"Lorry is not registered.*decorate it with @rectified_flow"):
         describe(Lorry())
-
-
-def test_an_unknown_kind_is_told_in_a_sentence() -> None:
-    with pytest.raises(UsageError) as told:
-        build({"kind": "Bicycle"})
-    assert str(told.value).count("\n") == 0
-    assert "Bicycle" in str(told.value)
-    assert "--import MODULE" in str(told.value)
 
 
 @pytest.mark.parametrize("name", ["os.system", "system", "subprocess.Popen", "imported_by_nobody.Kind", "eval",
@@ -123,12 +106,6 @@ def test_nothing_is_imported_or_called_because_a_file_names_it(
         build({"kind": "Car", "wheels": [evil]} if nested else evil)
     assert set(sys.modules) == before
     assert not trace.exists()
-
-
-@pytest.mark.parametrize("kind", [None, 3, ["Wheel"], {"kind": "Wheel"}])
-def test_a_kind_that_is_no_name(kind: Any) -> None:
-    with pytest.raises(UsageError, match="is not registered"):
-        build({"kind": kind})
 
 
 def test_classes_are_found_by_their_base() -> None:
@@ -161,16 +138,6 @@ def test_two_functions_of_one_role_and_name_are_refused() -> None:
     register(role="metric")(other_again)
     with pytest.raises(ValueError, match=r"other is registered already, by tests\.test_registry"):
         register(role="dataset")(other_again)
-
-
-def test_two_classes_of_one_name_are_refused() -> None:
-    class Other:
-        pass
-
-    Other.__name__ = "Wheel"
-    with pytest.raises(ValueError, match=r"Wheel is registered already, by tests\.test_registry: choose another name"):
-        register(Other)
-    assert isinstance(build({"kind": "Wheel"}), Wheel)
 
 
 def test_a_module_that_is_imported_twice_may_register_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,28 +93,6 @@ def test_rows_without_a_label_mean_no_classes(tmp_path: Path) -> None:
         assert dataset.conditions == {}
 
 
-def test_a_link_to_nowhere_is_a_broken_image(tmp_path: Path) -> None:
-    save_picture(tmp_path / "a.png")
-    (tmp_path / "b.png").symlink_to(tmp_path / "gone.png")
-    with pytest.raises(UsageError, match=r"broken image .*b\.png"):
-        open_dataset("", tmp_path, image_size=4)
-    assert len(open_dataset("", tmp_path, image_size=4, skip_broken_images=True)) == 1
-
-
-def test_no_image_column(tmp_path: Path) -> None:
-    datasets.Dataset.from_dict({"text": ["a"]}).save_to_disk(str(tmp_path / "saved"))
-    with pytest.raises(UsageError, match="has no image column, only text"):
-        open_dataset("", tmp_path / "saved", image_size=4)
-
-
-def test_a_broken_row_is_named(tmp_path: Path) -> None:
-    features = datasets.Features({"image": datasets.Image(decode=False)})
-    rows = datasets.Dataset.from_dict({"image": [{"bytes": b"no picture", "path": None}]}, features=features)
-    rows.save_to_disk(str(tmp_path / "saved"))
-    with pytest.raises(UsageError, match="broken image row 0 of saved train"):
-        open_dataset("", tmp_path / "saved", image_size=4)
-
-
 def test_oxford_flowers_have_their_true_names(tmp_path: Path) -> None:
     """The hub's class names are Oxford ids in text order: label 1 is id 10."""
     names = sorted(str(number) for number in range(1, 103))

@@ -132,9 +132,3 @@ def test_generators_are_left_as_they_were(change: Callable[[Tensor], Tensor]) ->
     except OSError:
         assert change is fails
     assert states() == before
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float64, torch.int64])
-def test_any_type_of_number(dtype: torch.dtype) -> None:
-    one, other = (Listed([torch.tensor(value).to(dtype)] * 3) for value in (0, 1))
-    assert fingerprint_of(one) != fingerprint_of(other)
