@@ -39,10 +39,8 @@ class Framing:
         """Build the framing from the values of flags; ``image_size`` is the short side.
 
         Raises:
-            UsageError: if a side is below 1, the ratio is none, or the long side would be no whole number.
+            UsageError: if the ratio is none, or the long side would be no whole number.
         """
-        if image_size < 1:
-            raise UsageError(f"--image_size is {image_size}; it must be above 0")
         width, height = parse_ratio(aspect_ratio)
         short = min(width, height)
         times, rest = divmod(image_size, short)

@@ -43,7 +43,6 @@ RESERVED = (
     | {"seed", "strength"}
 )
 """Names of other entries of a batch, inputs of a network, arguments of ``sample``, and an entry of a description."""
-LONGEST_CAPTION = 10_000
 FIRST_VALUES, SHORT = 3, 30
 """Number of the first values of a column that are printed, and their largest length."""
 
@@ -348,9 +347,6 @@ def _spec(column: str, rows: Rows, named: str | None, kinds: Mapping[str, type[W
 
 def _normal_text(text: str, kind: type[WrittenCondition], column: str, place: str) -> str | None:
     """Return a text as its kind parses it, None for a missing value."""
-    if len(text) > LONGEST_CAPTION:
-        found = f"--condition_on {column} has a text of {len(text):,} characters in {place}"
-        raise UsageError(f"{found}: shorten it to {LONGEST_CAPTION:,}")
     try:
         return kind.normal(text)
     except ValueError as error:

@@ -237,8 +237,6 @@ def _damage(problems: Sequence[Mapping[str, Any]], source: object) -> UsageError
             words = f"cannot be read ({problem['msg']})"
         case "missing":
             words = f"is damaged: the key {key!r} is missing"
-        case "literal_error":  # a choice that was removed, or that a newer version added
-            words = f"does not fit this version of the project: {key} is {_in_words(problem)}"
         case _:
             words = f"is damaged: {key or 'it'} is {_in_words(problem)}"
     return DamageError(f"{source} {words}")

@@ -248,7 +248,6 @@ def test_files_with_and_without_unknown_values_are_read_alike(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("how", "sentence"),
     [
-        ({"image_size": 0}, "image_size is 0; it must be above 0"),
         ({"image_size": 8, "aspect_ratio": "3"}, "aspect_ratio is 3; it must be width:height"),
         ({"image_size": 8, "cache_dir": ""}, "dataset_path or cache_dir is empty"),
         ({"image_size": 8, "exclude": ["2.png"]}, r"exclude names 2\.png, which is no image of"),

@@ -5,7 +5,6 @@ import os
 import socket
 from collections.abc import Sequence
 from contextlib import closing
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from PIL import Image
 
 from rectified_flow.data.build import default_cache_dir, open_store
 from rectified_flow.data.open import open_dataset
-from rectified_flow.data.sources.folder import PictureFolder, files_fingerprint
+from rectified_flow.data.sources.folder import PictureFolder
 from rectified_flow.data.sources.huggingface import HuggingFaceSource
 from rectified_flow.data.sources.synthetic_flowers import SyntheticFlowers
 from rectified_flow.data.store import ImageDataset
@@ -75,13 +74,6 @@ def test_a_folder_behind_a_link_may_have_a_name_that_is_not_utf8(tmp_path: Path)
         open_dataset("", tmp_path / LATIN, image_size=4)
 
 
-def test_fingerprints_of_utf8_names_are_those_of_existing_stores(tmp_path: Path) -> None:
-    file = save_picture(tmp_path / "café/花.png")
-    status = file.stat()
-    content = f"café/花.png\0{status.st_size}\0{status.st_mtime_ns}\n".encode()
-    assert files_fingerprint(tmp_path, [file]) == blake2b(content, digest_size=16).hexdigest()
-
-
 def test_the_name_of_a_store_is_as_long_as_file_systems_allow(tmp_path: Path) -> None:
     source = SyntheticFlowers(8, count=2)
     source.name = "\N{CJK UNIFIED IDEOGRAPH-20000}" * 300  # four bytes each
@@ -112,21 +104,6 @@ def test_a_picture_that_may_not_be_read_is_named_or_skipped(tmp_path: Path, monk
         with pytest.raises(UsageError, match=r"2\.png \(Permission denied\): change its rights, or pass skip_broken"):
             open_dataset("", tmp_path / "pics", image_size=4)
         assert len(open_dataset("", tmp_path / "pics", image_size=4, skip_broken_images=True)) == 1
-
-
-def test_a_picture_in_a_folder_that_lists_names_only_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hidden = save_picture(tmp_path / "pics/1.png")
-    stat = os.stat
-
-    def refuse(path: Any, **options: Any) -> os.stat_result:
-        if Path(path) == hidden:
-            raise PermissionError(13, "Permission denied", str(path))
-        return stat(path, **options)
-
-    monkeypatch.setattr(os, "stat", refuse)
-    monkeypatch.setattr(os, "lstat", refuse)
-    with refusing(monkeypatch, "1.png"), pytest.raises(UsageError, match=r"1\.png \(Permission denied\): change its"):
-        open_dataset("", tmp_path / "pics", image_size=4)
 
 
 def test_a_cache_that_may_not_be_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,13 +188,6 @@ def test_a_table_of_something_else_than_pictures(tmp_path: Path) -> None:
     save_picture(tmp_path / "1.png")
     with pytest.raises(UsageError, match=r"train on the 1 image files there, move words\.parquet out of the folder"):
         open_dataset("", tmp_path, image_size=4)
-
-
-def test_a_link_in_a_circle_has_a_fingerprint_of_its_own(tmp_path: Path) -> None:
-    save_picture(tmp_path / "1.png")
-    before = PictureFolder(tmp_path).fingerprint
-    (tmp_path / "2.png").symlink_to("2.png")
-    assert PictureFolder(tmp_path).fingerprint != before
 
 
 def test_pictures_of_other_kinds_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

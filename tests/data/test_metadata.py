@@ -224,7 +224,6 @@ NUMBERS = [str(number) for number in range(19)]
         ("csv", cells("size", ["3"], "|"), "the first line has no column file_name between commas, semicolons or tabs"),
         ("csv", "", "has no column file_name"),
         ("csv", "file_name,size\n,1", "row 1 of metadata.csv has no file_name"),
-        ("csv", cells("text", ["x" * 100_000]), "a text of 100,000 characters in row 1"),
         ("csv", cells("text", ["a,more"]), "(row 1: it has more values than the header"),
         ("csv", cells("text", ['"a']), "metadata.csv cannot be read (row 1: "),
         ("csv", cells("text,size,text", ["a,1,b"]), "row 1: two columns have the name text"),

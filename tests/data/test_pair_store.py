@@ -4,11 +4,9 @@ import json
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 
 from rectified_flow.data.store import StoreDataset, StoreWriter
-from rectified_flow.errors import UsageError
 
 LENGTH, SIDE = 4, 2
 ROWS = {"images.uint8": (3, SIDE, SIDE), "noise.float16": (3, SIDE, SIDE)}
@@ -32,11 +30,3 @@ def test_it_resumes_where_it_was(tmp_path: Path) -> None:
     assert writer.is_whole
     assert json.loads((writer.path / "recipe.json").read_text()) == {"source": "a flow"}
     assert StoreDataset(writer.path)[1]["noise"].unique().tolist() == [7.0]
-
-
-def test_a_stage_without_proof_is_left_alone(tmp_path: Path) -> None:
-    writer = begun(tmp_path / "pairs")
-    (writer.stage / "building.json").write_text("{}")
-    with pytest.raises(UsageError, match=r"pairs\.building is in the way of the pairs, and holds building\.json"):
-        writer.prepare()
-    assert (writer.stage / "images.uint8").exists()

@@ -37,7 +37,7 @@ class Document:
         ('{"step": true}', "step is true"),
         ('{"step": NaN}', "step is NaN"),
         ('{"step": 1, "share": "0.5"}', "share is"),
-        ('{"step": 1, "kind": "c"}', 'does not fit this version of the project: kind is "c", but input'),
+        ('{"step": 1, "kind": "c"}', 'is damaged: kind is "c", but input'),
         ('{"step": 1, "parts": []}', "parts is []"),
         ('{"step": 1, "parts": {"x": {"size": null}}}', "parts.x.size is null"),
         ('{"step": 1, "sides": [1, "2"]}', 'sides.1 is "2"'),
