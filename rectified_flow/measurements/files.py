@@ -242,19 +242,15 @@ def is_measured(file: Path) -> bool:
     """Return whether a picture file holds measurements rather than a picture, by its header.
 
     These are values of 16 or more bits or of float, or a TIFF file with 2 or more than 4 channels or with several
-    pages. Neither tifffile nor imagecodecs is needed.
-
-    Raises:
-        Exception: of many types, if it cannot be read.
+    pages. Neither tifffile nor imagecodecs is needed. A file that cannot be read is none.
     """
     suffix = file.suffix.lower()
-    if suffix not in FIELD_SUFFIXES:
-        return False
-    with open_regular(file) as stream:
+    with suppress(Exception), open_regular(file) as stream:  # decoders raise exceptions of many types
         head = stream.read(26)
         if suffix == ".png":
             return head[24] > 8  # bits of a value
-        return _is_measured_tiff(head, stream)
+        return suffix in (".tif", ".tiff") and _is_measured_tiff(head, stream)
+    return False
 
 
 def _is_measured_tiff(head: bytes, stream: IO[bytes]) -> bool:

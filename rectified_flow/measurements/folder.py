@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Collection, Sequence
-from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -156,12 +155,9 @@ class FieldFolder(FileFolder):
         pictures = [*filter(is_image, files)]
         stems = {(file.parent, file.stem) for file in pictures}
         arrays = [file for file in files if file.suffix.lower() in (".npy", ".npz") and not _is_cache(file, stems)]
-        found = dict[Path, bool]()
-        for file in pictures[:: 1 + len(pictures) // SAMPLED]:
-            with suppress(Exception):  # of many types, about a broken picture
-                found[file] = is_measured(file)
-        measured = [file for file, answer in found.items() if answer]
-        return len(arrays) > len(pictures) or 2 * len(measured) > len(found), measured
+        sampled = pictures[:: 1 + len(pictures) // SAMPLED]
+        measured = [*filter(is_measured, sampled)]
+        return len(arrays) > len(pictures) or 2 * len(measured) > len(sampled), measured
 
     def _first_field(self, channels_last: bool | None) -> Field:
         """Return the first field that can be read."""
