@@ -439,7 +439,8 @@ class Choice:
         except UsageError:
             raise
         except (TypeError, ValueError) as error:
-            raise UsageError(f"--{self.flag} {self.target.__name__} cannot be built ({first_line(error)})") from error
+            name = self.target.__qualname__.removesuffix(".of")
+            raise UsageError(f"--{self.flag} {name} cannot be built ({first_line(error)})") from error
 
 
 def choose(flag: str, role: Role | type, name: str, options: Sequence[str] = (), but: type | None = None) -> Choice:
@@ -469,8 +470,8 @@ def typed_options(flag: str, target: Any, options: Sequence[str]) -> dict[str, A
     for option in options:
         key, equals, text = option.partition("=")
         if not equals or key not in parameters:
-            known = ", ".join(parameters) or "none"
-            raise UsageError(f"--{flag}_options {option}: {target.__name__} takes KEY=VALUE with the keys {known}")
+            known, name = ", ".join(parameters) or "none", target.__qualname__.removesuffix(".of")
+            raise UsageError(f"--{flag}_options {option}: {name} takes KEY=VALUE with the keys {known}")
         candidates = [text]
         with suppress(ValueError, RecursionError):  # a number of more than 4,300 digits, and brackets in brackets
             candidates = [json.loads(text), text]

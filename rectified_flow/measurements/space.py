@@ -128,6 +128,7 @@ class Fields(Space):
 
         Raises:
             UsageError: if the source has no measurements, or an option does not suit the values.
+            ValueError: if the range of a channel is empty, or ``show`` names no channels.
         """
         stored, partner = getattr(source, "space", None), getattr(source, "source", None)
         if not isinstance(stored, Fields):
@@ -142,20 +143,17 @@ class Fields(Space):
             if len(sources.low) != len(low):
                 counts = f"{len(sources.low)} channels, and the fields to generate have {len(low)}"
                 raise UsageError(f"--source_path has {counts}: pass sources with the same number")
-        try:
-            return replace(
-                stored,
-                shape=(len(low), *shape[1:]),
-                low=low,
-                high=high,
-                transform=chosen,
-                show=show or stored.show,
-                horizontal_flip=horizontal_flip,
-                augmentation=augmentation,
-                sources=sources,
-            )
-        except ValueError as error:
-            raise UsageError(f"--space_options do not suit the measurements: {error}") from error
+        return replace(
+            stored,
+            shape=(len(low), *shape[1:]),
+            low=low,
+            high=high,
+            transform=chosen,
+            show=show or stored.show,
+            horizontal_flip=horizontal_flip,
+            augmentation=augmentation,
+            sources=sources,
+        )
 
     @property
     def conditions(self) -> ConditionSpecs:
