@@ -14,7 +14,7 @@ from torch import Tensor
 from clips import Clip, clips_fingerprint
 from rectified_flow import LatentDataset
 from rectified_flow.data.build import default_cache_dir
-from rectified_flow.data.fill import claimed, fill
+from rectified_flow.data.fill import encode
 from rectified_flow.data.store import LATENTS_FILE, StoreWriter
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.errors import UsageError
@@ -70,9 +70,7 @@ def encode_clips(wan: Wan, clips: Sequence[Clip], state: PartialState) -> ClipDa
         more = {"source": str(config.dataset_path), "image_size": config.height, "latents": latents}
         writer.complete(np.full(writer.length, -1), **more)
 
-    with claimed(writer, state) as missing:
-        if missing:
-            fill(writer, state, _Encoder(wan, clips).rows, finish, doing="encoding", batch_size=1)
+    encode(writer, state, _Encoder(wan, clips).rows, finish, batch_size=1)
     return ClipDataset(writer.path)
 
 

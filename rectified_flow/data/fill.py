@@ -1,7 +1,7 @@
 """Fill a store on all processes together."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 
 from accelerate import PartialState
 from torch import Tensor
@@ -18,15 +18,16 @@ Make = Callable[[Sequence[int]], Mapping[str, Tensor]]
 REMEDY = "pass a writable folder with --cache_dir"
 
 
-@contextmanager
-def claimed(writer: StoreWriter, state: PartialState) -> Iterator[bool]:
-    """Hold the lock of a cached store inside the block, after waiting for a run that fills the store. Collective.
+def encode(
+    writer: StoreWriter, state: PartialState, make: Make, finish: Callable[[], None], *, batch_size: int
+) -> None:
+    """Fill a cached store unless it is whole, after waiting for another run that fills it. Collective.
 
-    Yields:
-        Whether rows are missing. A whole store is not locked.
+    Arguments as in :func:`fill`. A whole store is not locked.
 
     Raises:
         UsageError: if the folder of the store cannot be written.
+        RunError: if the disk is full.
     """
     with ExitStack() as held:
         missing = on_main(state, lambda: _claim(writer, held, timeout=0))
@@ -34,7 +35,8 @@ def claimed(writer: StoreWriter, state: PartialState) -> Iterator[bool]:
             tqdm.write(f"waiting for another run that is writing these {writer.kind}")
         while missing is None:  # polled, so that no process waits longer than this in a collective
             missing = on_main(state, lambda: _claim(writer, held, timeout=LOCK_TIMEOUT))
-        yield missing
+        if missing:
+            fill(writer, state, make, finish, doing="encoding", batch_size=batch_size)
 
 
 def fill(

@@ -12,7 +12,7 @@ import torch
 from accelerate import PartialState
 from torch import Tensor
 
-from rectified_flow.data.fill import claimed, fill
+from rectified_flow.data.fill import encode
 from rectified_flow.data.store import LATENTS_FILE, ImageDataset, LatentInfo, StoreDataset, StoreWriter, mapped
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.errors import UsageError
@@ -100,7 +100,7 @@ def encode_pictures(pictures: ImageDataset, autoencoder: Autoencoder, *, mirrore
     writer = _writer(pictures, autoencoder, mirrored=both)
 
     @torch.no_grad()
-    def encode(numbers: Sequence[int]) -> Mapping[str, Tensor]:
+    def make(numbers: Sequence[int]) -> Mapping[str, Tensor]:
         images = pictures.read_batch(numbers)["images"].to(state.device)
         variants = [images, images.flip(-1)][: 1 + both]
         latents = torch.cat([space.from_pictures(each) for each in variants], dim=1).half()
@@ -115,9 +115,7 @@ def encode_pictures(pictures: ImageDataset, autoencoder: Autoencoder, *, mirrore
         more = {"source": info.source, "image_size": info.image_size, "class_names": info.class_names}
         writer.complete(np.asarray(pictures.labels), latents=asdict(latents), **more)
 
-    with claimed(writer, state) as missing:
-        if missing:
-            fill(writer, state, encode, finish, doing="encoding", batch_size=BATCH_SIZE)
+    encode(writer, state, make, finish, batch_size=BATCH_SIZE)
     return LatentDataset(writer.path, pictures.arguments, mirrored=mirrored)
 
 

@@ -10,7 +10,7 @@ import torch
 from accelerate import PartialState
 from torch import Tensor
 
-from rectified_flow.data.fill import claimed, fill
+from rectified_flow.data.fill import encode
 from rectified_flow.data.store import StoreDataset, StoreWriter
 from rectified_flow.system.terminal import line
 from rectified_flow.text.caption import Caption
@@ -72,6 +72,7 @@ def encode_captions(
     writer = StoreWriter(folder / f"captions-{key}", len(texts), row, "captions")
 
     def make(numbers: Sequence[int]) -> Mapping[str, Tensor]:
+        encoder.to_device(state.device)
         return {CAPTIONS_FILE: kind.encode([texts[number] for number in numbers])}
 
     def finish() -> None:
@@ -81,9 +82,6 @@ def encode_captions(
             state.print(line("captions", f"cut to {most} tokens; the longest has {long}"))
         writer.complete(np.full(len(texts), -1), source=f"captions by {encoder.name}", image_size=1)
 
-    with claimed(writer, state) as missing:
-        if missing:
-            encoder.to_device(state.device)
-            fill(writer, state, make, finish, doing="encoding", batch_size=TEXTS_AT_ONCE)
-            encoder.to_device(torch.device("cpu"))  # the CPU suffices for prompts
+    encode(writer, state, make, finish, batch_size=TEXTS_AT_ONCE)
+    encoder.to_device(torch.device("cpu"))  # the CPU suffices for prompts
     return StoredTexts(StoreDataset(writer.path))
