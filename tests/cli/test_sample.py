@@ -221,14 +221,10 @@ REFUSED = [
     ("--checkpoint {tmp}/nowhere", "no checkpoint at"),
     ("--classes cat,dgo", "labels: dgo does not exist: pass names (perhaps dog?), or numbers up to 1\n"),
     ("--classes 2", "labels: 2 does not exist: pass names, like cat, dog, or numbers up to 1\n"),
-    ("--steps 0", "--steps is 0; it must be above 0"),
-    ("--num_samples 0", "--num_samples is 0"),
     ("--num_samples 1000000000000000", "--num_samples is 1000000000000000; it must be at most"),
-    ("--strength 2", "--strength is 2.0"),
     ("--strength 0.5", "--strength needs --from_images: pass both"),
     ("--autoguidance 2 --reverse --from_images {tmp}", "--reverse and --autoguidance exclude each other: pass one"),
     ("--guidance_interval 0.2 0.8", "--guidance_interval needs --guidance_scale or --guidance or --autoguidance"),
-    ("--guidance_scale nan", "--guidance_scale is nan"),
     ("--guidance_interval 0.8 0.2", "--guidance_interval 0.8 0.2 is empty"),
     ("--save_pretrained /proc/nothing", "--save_pretrained /proc/nothing cannot be written"),
     ("--from_images {tmp}/nowhere", "is neither a file nor a folder of files"),
@@ -238,9 +234,9 @@ REFUSED = [
 
 @pytest.mark.parametrize(("flags", "sentence"), REFUSED)
 def test_bad_input(run: Path, tmp_path: Path, flags: str, sentence: str) -> None:
-    name = "" if "--checkpoint" in flags else f"--checkpoint {run} "
-    assert_refused("sample.py", 1, f"{name}{flags.format(tmp=tmp_path)} --output_dir {tmp_path}/out"
-                   if "--output_dir" not in flags else f"{name}{flags}", sentence)  # fmt: skip
+    defaults = {"--checkpoint": run, "--output_dir": tmp_path / "out"}
+    more = " ".join(f"{flag} {value}" for flag, value in defaults.items() if flag not in flags)
+    assert_refused("sample.py", 1, f"{flags.format(tmp=tmp_path)} {more}", sentence)
 
 
 def test_what_the_model_cannot_do(mean_run: Path, tmp_path: Path) -> None:

@@ -119,12 +119,6 @@ def test_pictures_say_how_they_were_generated_once_they_are_saved(suffix: str, t
     assert b"trainedAlgorithmicMedia" not in path.read_bytes()
 
 
-def test_its_code_runs_only_if_the_caller_trusts_it(tmp_path: Path) -> None:
-    save_pretrained(FLOWS["mean"](), tmp_path)
-    with pytest.raises(ValueError, match="Pass `trust_remote_code=True`"):
-        DiffusionPipeline.from_pretrained(tmp_path)
-
-
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rectified_flow.pipeline.trained", None)
     with pytest.raises(ImportError, match="needs a recent version of the package rectified-flow-trainer: install it"):
