@@ -15,6 +15,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_SILENT"] = "true"
 
 from rectified_flow.data.store import ImageDataset
+from tests.contract.kinds import Runs
 from tests.training.runs import tiny_dataset
 
 # Started in the background of a script, the tests would ignore these, and so would all they start.
@@ -22,12 +23,15 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-SLOWEST = ("launch/", "extension/", "training/", "test_docs")
+SLOWEST = ("launch/", "contract/", "training/", "test_docs")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the slowest files, so that no process is left alone with one of them at the end."""
+    """Group the tests that share runs, and begin with the slowest files, so that none is left alone at the end."""
     items.sort(key=lambda item: not any(part in item.nodeid for part in SLOWEST))
+    for item in items:  # the tests of a file share runs, but in tests/contract those of a kind
+        kind = getattr(item, "callspec", None) and item.callspec.params.get("runs", "")  # type: ignore[attr-defined]
+        item.add_marker(pytest.mark.xdist_group(f"{item.path} {kind or ''}"))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -46,6 +50,12 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def flowers(cache_dir: Path) -> ImageDataset:
     return tiny_dataset(cache_dir)
+
+
+@pytest.fixture(scope="session")
+def kind_runs(cache_dir: Path) -> Callable[[str], Runs]:
+    """The runs of a kind by its name, each trained once in the session."""
+    return lambda name: Runs(name, cache_dir.parent / "kinds")
 
 
 @pytest.fixture(scope="session")

@@ -3,9 +3,7 @@
 import errno
 import json
 import shutil
-from collections.abc import Mapping
-from contextlib import redirect_stdout
-from io import StringIO
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +13,13 @@ import torch
 from filelock import FileLock
 from PIL import Image
 
-from rectified_flow.cli.config import TrainConfig
-from rectified_flow.cli.train import train as run_training
 from rectified_flow.data import fill as filling
 from rectified_flow.data.store import ImageDataset, StoreWriter
 from rectified_flow.errors import RunError, UsageError
-from rectified_flow.flags import parse
-from rectified_flow.hub import load_pretrained
 from rectified_flow.latents.autoencoders import Haar, PretrainedAutoencoder, _find, _fingerprint_of, _load
 from rectified_flow.latents.space import Latents
 from rectified_flow.latents.store import LatentDataset, encode_pictures
+from tests.contract.kinds import Runs
 from tests.latents.tiny_autoencoders import TINY, save_tiny
 from tests.programs import assert_refused, program
 from tests.ranks import run_on_ranks
@@ -44,10 +39,6 @@ def run(name: str, flags: str) -> str:
     [(code, text)] = run_on_ranks(1, program, name, flags.split())
     assert code == 0, text
     return text
-
-
-def train(world_size: int, flags: str) -> None:
-    run_on_ranks(world_size, run_training, parse(TrainConfig, "", flags.split()))
 
 
 def save_pictures(folder: Path, side: int) -> Path:
@@ -181,90 +172,31 @@ def test_other_pictures_or_weights_have_other_latents(tmp_path: Path, pictures: 
     assert len(paths) == 4
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the same run on one process and on two."""
-    folder = tmp_path_factory.mktemp("latents")
-    data = save_pictures(folder / "pictures", 8)
-    for world_size, batch in ((1, 16), (2, 8)):
-        flags = f"{HAAR} {data} --train_num_steps 6 --save_every 3 --sample_every 6 --batch_size {batch} --use_cfg"
-        train(world_size, f"{flags} --output_dir {folder}/{world_size}")
-    return folder
-
-
-def test_the_same_run_on_one_and_two_processes(trained: Path) -> None:
-    one, two = (losses(trained / str(world_size)) for world_size in (1, 2))
-    assert list(one) == list(range(1, 7))
-    assert two == pytest.approx(one, rel=1e-4)
-    description = json.loads((trained / "1/checkpoints/step_00000006/flow.json").read_text())
-    assert description["space"]["autoencoder"] == {"kind": "Haar", "levels": 2}
-    assert (description["space"]["shape"], description["space"]["image_size"]) == ([48, 2, 2], 8)
-
-
-def test_it_resumes_byte_equal(trained: Path, tmp_path: Path) -> None:
-    for steps in (3, 6):
-        flags = f"{HAAR} {trained}/pictures --save_every 3 --sample_every 6 --batch_size 16 --use_cfg"
-        train(1, f"{flags} --output_dir {tmp_path}/run --train_num_steps {steps}")
-    for name in ("model.safetensors", "ema.safetensors", "optimizer.safetensors"):
-        straight, resumed = (
-            folder / "checkpoints/step_00000006" / name for folder in (trained / "1", tmp_path / "run")
-        )
-        assert straight.read_bytes() == resumed.read_bytes(), name
-
-
-def test_previews_are_what_sample_draws(trained: Path, tmp_path: Path) -> None:
-    flags = f"--checkpoint {trained}/1 --steps 2 --num_samples 4 --output_dir {tmp_path}/out"
-    run("sample.py", f"{flags} --save_pretrained {tmp_path}/model")
-    preview, grid = (
-        np.asarray(Image.open(path)) for path in (trained / "1/samples/step_00000006.png", tmp_path / "out/grid.png")
+def test_a_picture_is_varied(kind_runs: Callable[[str], Runs], tmp_path: Path) -> None:
+    runs = kind_runs("latents")
+    flags = "--from_images {data}/pictures/a/00.png --strength 0.001 --num_samples 1"
+    assert runs.call("sample.py", flags, tmp_path) == ""
+    varied, picture = (
+        np.asarray(Image.open(path)).astype(int) for path in (tmp_path / "00000.png", runs.data / "pictures/a/00.png")
     )
-    assert np.abs(preview.astype(int) - grid).max() <= 1
-    assert load_pretrained(tmp_path / "model").sample(2, steps=1).shape == (2, 3, 8, 8)
-
-
-def test_a_picture_is_varied(trained: Path, tmp_path: Path) -> None:
-    picture = np.random.default_rng(0).integers(256, size=(8, 8, 3), dtype=np.uint8)
-    Image.fromarray(picture).save(tmp_path / "start.png")
-    flags = f"--checkpoint {trained}/1 --from_images {tmp_path}/start.png --strength 0.001 --num_samples 1"
-    run("sample.py", f"{flags} --output_dir {tmp_path}/out")
-    varied = np.asarray(Image.open(tmp_path / "out/00000.png")).astype(int)
     assert np.abs(varied - picture).mean() < 2
 
 
-def test_it_is_evaluated_against_its_pictures(trained: Path, tmp_path: Path) -> None:
-    flags = f"--checkpoint {trained}/1 --num_samples 8 --feature_network efficientnet_lite0 --output_dir {tmp_path}"
-    text = run("evaluate.py", f"{flags} --steps 1")
-    assert "warning" not in text, "they are those that it was trained on"
-    [result] = json.loads((tmp_path / "evaluation.json").read_text())
-    assert (result["image_size"], result["num_samples"]) == (8, 8)
-
-
-@pytest.mark.parametrize(
-    ("script", "flags"),
-    [
-        ("train_oxford.py", "--method reflow --teacher {teacher} --teacher_samples 20 --teacher_steps 2"),
-        ("train_mean_flow.py", "--teacher {teacher} --teacher_samples 20 --teacher_steps 2"),
-    ],
-)
-def test_a_teacher_of_latents_needs_no_pixels(trained: Path, tmp_path: Path, script: str, flags: str) -> None:
+@pytest.mark.parametrize("method", ["reflow", "distill"])
+def test_a_teacher_of_latents_needs_no_pixels(kind_runs: Callable[[str], Runs], tmp_path: Path, method: str) -> None:
     """What is drawn is kept as latents, in the teacher's own scales, and outlives the teacher."""
-    teacher = shutil.copytree(trained / "1", tmp_path / "teacher")
-    more = f"{flags.format(teacher=teacher)} --batch_size 10 --num_samples 0 --log_every 2 --lr_warmup_steps 0"
+    teacher = shutil.copytree(kind_runs("latents").one, tmp_path / "teacher")
+    before = json.loads((teacher / "config.json").read_text())
+    more = f"--method {method} --teacher {teacher} --teacher_samples 20 --teacher_steps 2 --batch_size 10"
+    more += f" --num_samples 0 --log_every 2 --output_dir {tmp_path}/run --train_num_steps"
     for steps in (2, 4):
-        run(script, f"{more} --output_dir {tmp_path}/run --train_num_steps {steps}")
+        run("train_mean_flow.py", f"{more} {steps}")
         shutil.rmtree(teacher, ignore_errors=True)
     assert list(losses(tmp_path / "run")) == [2, 4]
     [files] = [sorted(path.name for path in folder.iterdir()) for folder in tmp_path.glob("run/pa*s")]
     assert "latents.float16" in files
     assert "images.uint8" not in files
-    spaces = [
-        json.loads(path.read_text())["space"]
-        for path in (
-            trained / "1/checkpoints/step_00000006/flow.json",
-            tmp_path / "run/checkpoints/step_00000004/flow.json",
-        )
-    ]
-    assert spaces[0] == spaces[1]
+    assert json.loads((tmp_path / "run/config.json").read_text())["flow"]["space"] == before["flow"]["space"]
 
 
 def journeys(folder: Path) -> dict[str, list[tuple[int, str]]]:
@@ -309,20 +241,6 @@ def test_each_class_from_pictures_to_samples(journey: tuple[Path, dict[str, Any]
     assert Image.open(folder / kind / "run/generated/00001.png").size == (32, 32)
 
 
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        (
-            "--image_size 10",
-            "--image_size 10 cannot be halved as often as --autoencoder haar does: take a power of two",
-        ),
-        ("--image_size 12", "--image_size 12 gives latents of 3, not divisible by 2, as the 2 levels of"),
-    ],
-)
-def test_bad_input(tmp_path: Path, flags: str, sentence: str) -> None:
-    assert_refused("train_oxford.py", 2, f"{HAAR} {tmp_path}/none {flags} --output_dir {tmp_path}/run", sentence)
-
-
 def test_an_autoencoder_that_cannot_be_had_is_a_sentence_and_a_look_needs_none(tmp_path: Path) -> None:
     save_pictures(tmp_path / "pictures", 8)
     words = f"--image_size 8 --autoencoder no/such-autoencoder {SMALL} --dataset_path {tmp_path}/pictures"
@@ -332,9 +250,3 @@ def test_an_autoencoder_that_cannot_be_had_is_a_sentence_and_a_look_needs_none(t
     assert not (tmp_path / "run").exists()
     assert run("train_oxford.py", f"{words} --look").count("preparing") > 0
     assert (tmp_path / "run/look.png").exists()
-
-
-def printed(flags: str) -> str:
-    with redirect_stdout(StringIO()) as output:
-        assert program("train_oxford.py", flags.split())[0] == 0
-    return output.getvalue()

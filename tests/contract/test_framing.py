@@ -1,0 +1,110 @@
+"""What is special to rectangles, transparency and crops, and to looks and plans of a folder that write no run."""
+
+import json
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from functools import partial
+from io import StringIO
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+from PIL import Image
+
+from rectified_flow.cli.config import TrainConfig
+from rectified_flow.cli.train import train
+from rectified_flow.data import open as catalog
+from rectified_flow.data.sources.synthetic_flowers import SyntheticFlowers
+from rectified_flow.data.store import StoreDataset
+from rectified_flow.flags import parse
+from rectified_flow.system.outputs import RECORD
+from tests.contract.kinds import COUNT, PLAIN, Runs
+from tests.programs import assert_refused, program
+from tests.ranks import run_on_ranks
+
+
+@pytest.fixture
+def runs(kind_runs: Callable[[str], Runs]) -> Runs:
+    return kind_runs("cutouts")
+
+
+def printed(flags: str) -> str:
+    """What train_oxford.py prints."""
+    setattr(catalog, "SyntheticFlowers", partial(SyntheticFlowers, count=64))  # noqa: B010 -- in a process of its own
+    with redirect_stdout(StringIO()) as output:
+        train(parse(TrainConfig, "", flags.split()))
+    return output.getvalue()
+
+
+def test_samples_have_transparency_and_the_grid_has_none(runs: Runs, tmp_path: Path) -> None:
+    flags = "--num_samples 2 --steps 1 --from_images {data}/cutouts --strength 0.001 --path strip"
+    assert runs.call("sample.py", flags, tmp_path) == ""
+    drawn = [Image.open(file) for file in sorted(tmp_path.glob("0*.png"))]
+    assert [(picture.mode, picture.size) for picture in drawn] == [("RGBA", (12, 8))] * 2
+    assert Image.open(tmp_path / "grid.png").mode == "RGB"
+    alpha = np.asarray(drawn[0])[..., 3]
+    assert alpha[3:5, 4:6].max() < 40, "the hole of the picture that it starts from"
+    assert alpha[0].min() > 215
+
+
+def test_it_is_evaluated_by_the_centre(runs: Runs, tmp_path: Path) -> None:
+    flags = "--num_samples 4 --steps 1 --feature_network efficientnet_lite0"
+    assert runs.call("evaluate.py", flags, tmp_path) == ""
+    [result] = json.loads((tmp_path / "evaluation.json").read_text())
+    assert result["framing"] == {"width": 12, "height": 8, "alpha": True, "crop": "random"}
+    assert Image.open(tmp_path / "neighbours.png").size == (6 * (12 + 2) + 2, 4 * (8 + 2) + 2)
+
+
+@pytest.mark.parametrize(("method", "entry"), [("reflow", ("noise", (4, 8, 12))), ("distill", ("path", (2, 4, 8, 12)))])
+def test_data_of_a_teacher_have_its_form(
+    method: str, entry: tuple[str, tuple[int, ...]], runs: Runs, tmp_path: Path
+) -> None:
+    flags = f"--method {method} --teacher {runs.one} --teacher_samples 8 --teacher_steps 2 --global_batch_size 8"
+    flags += f" --num_samples 0 --train_num_steps 1 --output_dir {tmp_path}"
+    [(code, errors)] = run_on_ranks(1, program, "train_mean_flow.py", flags.split())
+    assert code == 0, errors
+    stored = StoreDataset(next(tmp_path.glob("pa*s")))
+    assert "images of 12x8 px" in stored.description
+    name, shape = entry
+    assert stored[0][name].shape == shape
+
+
+def test_a_dry_run_opens_the_pictures_and_prints_the_plan_of_the_run(runs: Runs, tmp_path: Path) -> None:
+    flags = f"{runs.kind.flags.format(data=runs.data)} --dry_run --num_epochs 1 --output_dir {tmp_path}/run"
+    [text] = run_on_ranks(1, printed, flags.replace("--augment 0 --holdout 0", ""))
+    assert f"{runs.data}/cutouts at 12x8 px" in text
+    assert "speed       " in text
+    assert f"recipe      --augment 0.15, for {COUNT} pictures" in text
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_look_at_a_folder(runs: Runs, tmp_path: Path) -> None:
+    flags = f"{runs.kind.flags.format(data=runs.data)} --look --output_dir {tmp_path}/run"
+    first, second = run_on_ranks(2, printed, flags)
+    said = dict(row.split(maxsplit=1) for row in first.splitlines())
+    assert said["pictures"] == f"cutouts: {COUNT} images of 12x8 px"
+    assert (said["sizes"], said["enlarged"]) == ("all 30x24 px", "0 smaller than 15x10 px")
+    assert said["sheet"] == f"{tmp_path}/run/look.png: {COUNT} pictures as they are trained on"
+    assert second == ""
+    sheet = np.asarray(Image.open(tmp_path / "run/look.png"))
+    assert (sheet[2:10, 2:14] == 255).all(axis=-1).sum() in range(4, 60), "a hole, over white"
+    assert {file.name for file in (tmp_path / "run").iterdir()} == {"look.png", RECORD}
+
+
+def test_a_look_at_other_sources(tmp_path: Path) -> None:
+    rows = datasets.Dataset.from_dict({"image": [Image.new("RGB", (10, 10))] * 3, "label": [0, 1, 0]})
+    rows.cast_column("image", datasets.Image()).save_to_disk(tmp_path / "saved")
+    for words, number in ((f"--dataset_path {tmp_path}/saved", 3), ("--dataset synthetic-flowers", 64)):
+        [text] = run_on_ranks(1, printed, f"{words} {PLAIN} --output_dir {tmp_path}/{number} --look")
+        assert f"{number} images of 8 px" in text
+        assert (tmp_path / f"{number}/look.png").exists()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_look_at_a_broken_picture(world_size: int, tmp_path: Path) -> None:
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures/holiday.jpg").write_bytes(b"\xff\xd8\xff\xe0 this is no JPEG")
+    flags = f"{PLAIN} --dataset_path {tmp_path}/pictures --output_dir {tmp_path}/run --look"
+    assert_refused("train_oxford.py", world_size, flags, "holiday.jpg")
+    assert not (tmp_path / "run/look.png").exists()
