@@ -4,11 +4,13 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from functools import partial
+from io import StringIO
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 from accelerate import PartialState
 
 from rectified_flow.cli import planning, programs
@@ -89,6 +91,16 @@ def quick_program(name: str, argv: list[str]) -> tuple[int, str]:
     """Run a script like :func:`program`, with :func:`stand_in`, which is larger than the space left on a full disk."""
     with stand_in():
         return program(name, argv)
+
+
+def refusal(name: str, argv: list[str]) -> str:
+    """Return the sentence by which a script refuses its flags, in this process."""
+    arguments = patch.object(sys, "argv", [name, *argv])
+    with arguments, redirect_stderr(StringIO()) as said, pytest.raises(SystemExit) as end:
+        PROGRAMS[name]()
+    assert end.value.code == 2, said.getvalue()
+    assert "Traceback" not in said.getvalue()
+    return said.getvalue()
 
 
 def assert_refused(name: str, world_size: int, flags: str, *expected: str, **variables: str) -> None:

@@ -125,23 +125,6 @@ def test_a_result_takes_the_place_of_its_like(run: Path, tmp_path: Path, capfd: 
     assert "colours_8x8_kernel_distance" in told
 
 
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        ("--checkpoint {tmp}", "there is no checkpoint at"),
-        ("--checkpoint {run} --dataset_path {tmp}/moved", "is not a folder"),
-        ("--checkpoint {run} --dataset_path {other}", "was trained on different classes than other"),
-        ("--checkpoint {run} --output_dir /proc/nothing", "--output_dir /proc/nothing cannot be written"),
-    ],
-)
-def test_bad_input(run: Path, tmp_path: Path, flags: str, sentence: str) -> None:
-    other = tmp_path / "other"
-    other.mkdir()
-    for i in range(2):
-        Image.new("RGB", (8, 8), (i, 0, 0)).save(other / f"{i}.png")
-    assert_refused("evaluate.py", 1, flags.format(run=run, tmp=tmp_path, other=other), sentence)
-
-
 def test_a_feature_network_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, module in (("inception", "torchmetrics.image.fid"), ("efficientnet_lite0", "efficientnet_lite_pytorch")):
         monkeypatch.setitem(sys.modules, module, None)

@@ -16,10 +16,9 @@ from rectified_flow.cli.sample import LOCK_FILE, sample
 from rectified_flow.errors import RunError
 from rectified_flow.flags import parse
 from rectified_flow.flows.flow import Flow
-from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.hub import load_pretrained
-from rectified_flow.load import build_flow, load_flow, model_hash
+from rectified_flow.load import load_flow, model_hash
 from rectified_flow.networks.unet import Unet
 from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
@@ -215,40 +214,6 @@ def test_starting_from_a_picture(mean_run: Path, tmp_path: Path) -> None:
     near, far = (np.abs(pictures(tmp_path / name)["00000.png"] - given).mean() for name in ("near", "far"))
     assert near < 4
     assert far > 20
-
-
-REFUSED = [
-    ("--checkpoint {tmp}/nowhere", "no checkpoint at"),
-    ("--classes cat,dgo", "labels: dgo does not exist: pass names (perhaps dog?), or numbers up to 1\n"),
-    ("--classes 2", "labels: 2 does not exist: pass names, like cat, dog, or numbers up to 1\n"),
-    ("--num_samples 1000000000000000", "--num_samples is 1000000000000000; it must be at most"),
-    ("--strength 0.5", "--strength needs --from_images: pass both"),
-    ("--autoguidance 2 --reverse --from_images {tmp}", "--reverse and --autoguidance exclude each other: pass one"),
-    ("--guidance_interval 0.2 0.8", "--guidance_interval needs --guidance_scale or --guidance or --autoguidance"),
-    ("--guidance_interval 0.8 0.2", "--guidance_interval 0.8 0.2 is empty"),
-    ("--save_pretrained /proc/nothing", "--save_pretrained /proc/nothing cannot be written"),
-    ("--from_images {tmp}/nowhere", "is neither a file nor a folder of files"),
-    ("--output_dir /proc/nothing", "--output_dir /proc/nothing cannot be written"),
-]
-
-
-@pytest.mark.parametrize(("flags", "sentence"), REFUSED)
-def test_bad_input(run: Path, tmp_path: Path, flags: str, sentence: str) -> None:
-    defaults = {"--checkpoint": run, "--output_dir": tmp_path / "out"}
-    more = " ".join(f"{flag} {value}" for flag, value in defaults.items() if flag not in flags)
-    assert_refused("sample.py", 1, f"{flags.format(tmp=tmp_path)} {more}", sentence)
-
-
-def test_what_the_model_cannot_do(mean_run: Path, tmp_path: Path) -> None:
-    assert_refused("sample.py", 1, f"--checkpoint {mean_run} --guidance_scale 2", "is guided in training")
-    assert_refused("sample.py", 1, f"--checkpoint {mean_run} --solver heun", "--solver has no effect")
-    assert_refused("sample.py", 1, f"--checkpoint {mean_run} --autoguidance 2", "--autoguidance has no effect")
-    labelled = describe(load_flow(mean_run, MeanFlow))
-    network = {**labelled["network"], "conditions": {}}
-    plain = build_flow({**labelled, "network": network, "guidance_scale": 1.0}, "a test")
-    files = {checkpoint.MODEL_FILE: plain.network.state_dict()}
-    checkpoint.save(tmp_path / "checkpoints", 1, files, {FLOW_FILE: describe(plain)})
-    assert_refused("sample.py", 1, f"--checkpoint {tmp_path} --classes cat", "was trained without such a condition")
 
 
 def test_pictures_of_an_earlier_call_are_not_mixed_in(run: Path, tmp_path: Path) -> None:

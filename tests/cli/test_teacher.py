@@ -22,7 +22,6 @@ from rectified_flow.flags import command_line, parse
 from rectified_flow.flows.flow_map import DistilledFlow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.solvers import Guidance
-from rectified_flow.flows.times import UShaped
 from rectified_flow.load import load_flow
 from tests.programs import assert_refused, planned
 from tests.ranks import run_on_ranks
@@ -163,55 +162,6 @@ def test_a_run_resumes_when_its_teacher_is_gone(teacher: Path, tmp_path: Path) -
     assert list(losses(tmp_path / "run")) == [3, 6]
 
 
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        ("--teacher {tmp}", "there is no checkpoint at"),
-        ("--teacher {run} --teacher_samples 0", "--teacher_samples is 0; it must be above 0"),
-        ("--teacher {run} --teacher_samples 10 --batch_size 16", "--teacher_samples 10 is fewer than one global batch"),
-        ("--teacher {run} --coupling ot", "--coupling and --teacher exclude each other: pass one"),
-        ("--teacher {run} --flow_options objective=mean_flow", "DistilledFlow takes KEY=VALUE with the keys"),
-        ("--teacher {run} --init_from {run}", "--teacher and --init_from exclude each other"),
-        ("--teacher {run} --flow_options whole_fraction=1.5", "whole_fraction is 1.5; it must be at most 1"),
-        (
-            "--teacher {run} --teacher_dir {paths} --teacher_samples 70 --batch_size 4",
-            "differ in paths (150 stored, 70 requested)",
-        ),
-        (
-            "--teacher {run} --teacher_dir {paths} --teacher_samples 150 --teacher_steps 3",
-            "differ in guidance_scale (2.0 stored, 1",
-        ),
-        ("--teacher {run} --output_dir {run}", "belongs to a run with --method rectified: choose another"),
-        ("--teacher {run} --dim 32", "--dim has no effect with --teacher: the run inherits --dim 8 of"),
-        ("--teacher {run} --no_use_cfg", "--use_cfg has no effect with --teacher: the run inherits --use_cfg of"),
-        ("--teacher {run} --stop_when_memorising", "--teacher and --stop_when_memorising exclude each other"),
-        ("--teacher {run} --mixed_precision fp16", "fp16 needs a GPU"),
-        ("--teacher_steps 7", "--teacher_steps needs --teacher"),
-        ("--method distill", "--method distill needs --teacher"),
-        ("--method reflow", "--method reflow needs --teacher"),
-        ("--teacher {run} --method mean_flow", "--method mean_flow has no effect with --teacher"),
-        ("--teacher {run} --method reflow --flow_options whole_fraction=0.4", "RectifiedFlow takes KEY=VALUE"),
-    ],
-)
-def test_bad_input(teacher: Path, paths: StoreDataset, tmp_path: Path, flags: str, sentence: str) -> None:
-    places = {"run": teacher, "paths": paths.path, "tmp": tmp_path / "none"}
-    output = "" if "--output_dir" in flags else f" --output_dir {tmp_path}"
-    assert_refused("train_mean_flow.py", 1, flags.format(**places) + output, sentence)
-
-
-def test_reflow_is_a_method_to_train_a_one_step_generator(teacher: Path, tmp_path: Path) -> None:
-    flags = {"teacher_samples": 32, "teacher_steps": 2, "train_num_steps": 2, "batch_size": 16, "num_samples": 0}
-    places = {"teacher": teacher, "output_dir": tmp_path / "run"}
-    words = command_line({**places, "method": "reflow", **flags})
-    run_on_ranks(1, train, parse(OneStepConfig, "", words))
-    flow = load_flow(tmp_path / "run", RectifiedFlow)
-    assert (type(flow.time_distribution), flow.distance) == (UShaped, "pseudo_huber"), (
-        "the flow of --method reflow --teacher"
-    )
-    pairs = StoreDataset(tmp_path / "run/pairs")
-    assert (len(pairs), pairs.info.source.partition(" of ")[0]) == (32, "pairs")
-
-
 def test_a_teacher_must_predict_the_velocity_and_know_classes_to_guide(tmp_path: Path) -> None:
     clean = train_teacher(tmp_path / "clean", prediction="clean")
     flags = f"--teacher {clean} --output_dir {tmp_path / 'run'}"
@@ -219,16 +169,6 @@ def test_a_teacher_must_predict_the_velocity_and_know_classes_to_guide(tmp_path:
     plain = train_teacher(tmp_path / "plain")
     flags = f"--teacher {plain} --guidance_scale 2 --output_dir {tmp_path / 'run'}"
     assert_refused("train_mean_flow.py", 1, flags, "--guidance_scale needs conditions")
-
-
-def test_a_folder_of_something_else_is_never_replaced(teacher: Path, tmp_path: Path) -> None:
-    (tmp_path / "holiday").mkdir()
-    (tmp_path / "holiday/beach.jpg").write_bytes(b"the only copy")
-    flags = f"--teacher {teacher} --teacher_samples 64 --output_dir {tmp_path}/run --teacher_dir {tmp_path}/holiday"
-    assert_refused(
-        "train_mean_flow.py", 1, flags, f"{tmp_path}/holiday is in the way of the paths, and holds beach.jpg"
-    )
-    assert (tmp_path / "holiday/beach.jpg").read_bytes() == b"the only copy"
 
 
 class KilledError(Exception):

@@ -22,7 +22,6 @@ from rectified_flow.errors import UsageError
 from rectified_flow.flags import command_line, parse
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.load import load_flow
-from tests.programs import assert_refused
 from tests.ranks import run_on_ranks
 from tests.training.runs import losses
 
@@ -156,44 +155,3 @@ def test_a_run_resumes_when_its_teacher_is_gone(teacher: Path, tmp_path: Path) -
     shutil.rmtree(mine)
     run_on_ranks(1, reflow, mine, tmp_path / "run", None, 6)
     assert list(losses(tmp_path / "run")) == [3, 4, 6]
-
-
-def test_the_folder_of_another_run_is_refused_before_pairs_are_drawn(teacher: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(teacher, run)
-    before = sorted(path.name for path in run.iterdir())
-    flags = f"--method reflow --teacher {run} --output_dir {run}"
-    assert_refused("train_oxford.py", 1, flags, f"{run}/checkpoints belongs to a run with --method rectified")
-    assert sorted(path.name for path in run.iterdir()) == before
-
-
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        ("--method reflow --teacher {tmp}", "there is no checkpoint at"),
-        ("--method reflow --teacher {run} --teacher_samples 0", "--teacher_samples is 0; it must be above 0"),
-        ("--method reflow --teacher {run} --coupling ot", "--coupling and --teacher exclude each other"),
-        (
-            "--method reflow --teacher {run} --teacher_samples 10 --teacher_steps 1 --batch_size 16",
-            "fewer than one global batch",
-        ),
-        ("--method reflow --teacher {run} --teacher_dir /proc/nothing", "--teacher_dir /proc cannot be written"),
-        (
-            "--method reflow --teacher {run} --teacher_dir {pairs} --teacher_samples 7 --batch_size 4",
-            "differ in pairs (150 stored, 7 requested)",
-        ),
-        ("--method reflow --teacher {tmp} --teacher_dir {pairs}", "contains pairs of"),
-        (
-            "--method reflow --teacher {run} --prediction velocity",
-            "--prediction has no effect with --teacher: the run inherits --prediction clean",
-        ),
-        ("--teacher_steps 7", "--teacher_steps needs --teacher"),
-    ],
-)
-def test_bad_input(teacher: Path, pairs: StoreDataset, tmp_path: Path, flags: str, sentence: str) -> None:
-    assert_refused(
-        "train_oxford.py",
-        1,
-        flags.format(run=teacher, pairs=pairs.path, tmp=tmp_path / "none") + f" --output_dir {tmp_path}",
-        sentence,
-    )

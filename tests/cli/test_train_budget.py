@@ -126,27 +126,6 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(verbose: bool, pictures: P
     assert said.index("warning     ") < said.index("processes   1 x cpu")
 
 
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        ("--optimizer nix", "--optimizer nix"),
-        ("--init_from {tmp}/nix", "there is no checkpoint at {tmp}/nix"),
-        ("--resume {tmp}/nix --output_dir {tmp}/new", "there is no checkpoint at {tmp}/nix"),
-        ("--holdout 0.99", "--holdout 0.99 leaves"),
-        ("--space_options nix=1", "Pixels takes KEY=VALUE with the keys"),
-        ("--stop_when_memorising", "--stop_when_memorising needs pictures to measure on"),
-        ("--image_size 9", "--image_size 9 gives pictures of 9, not divisible by 8"),
-    ],
-)
-@pytest.mark.parametrize("dry_run", ["", "--dry_run"])
-def test_a_dry_run_refuses_what_the_run_refuses(
-    dry_run: str, flags: str, sentence: str, pictures: Path, tmp_path: Path
-) -> None:
-    words = f"--dataset_path {pictures} --cache_dir {tmp_path}/cache --image_size 8 --num_epochs 1 {dry_run} "
-    said = sentence.format(tmp=tmp_path)
-    assert_refused("train_oxford.py", 1, f"{words} --output_dir {tmp_path}/run {flags.format(tmp=tmp_path)}", said)
-
-
 class Clock:
     """A clock that tests set."""
 

@@ -1,0 +1,276 @@
+"""Every program refuses flags that do not fit by one sentence and exit code 2, before it writes anything."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from tests import programs
+from tests.contract.kinds import Runs
+from tests.programs import refusal
+
+TRAIN, ONE_STEP, SAMPLE, EVALUATE = "train_oxford.py", "train_mean_flow.py", "sample.py", "evaluate.py"
+UNET = "--image_size 8 --dim 8 --dim_mults 1 2 --global_batch_size 16 --train_num_steps 4"
+FLOWERS = f"--dataset synthetic-flowers {UNET} --output_dir {{tmp}}/run"
+BROKEN = f"--dataset_path {{tmp}}/broken {UNET}"
+OUTPUT = "--output_dir {tmp}/out"
+PICTURES = f"--dataset_path {{pictures.data}}/pictures {UNET} --output_dir {{tmp}}/run"
+COLUMNS = f"--dataset_path {{columns.data}}/columns {UNET} --output_dir {{tmp}}/run"
+TRANSLATION = f"--dataset_path {{paired.data}}/to {UNET} --output_dir {{tmp}}/run"
+TEACHER = "--teacher {distilled.data}/teacher --output_dir {tmp}/run"
+PATHS = "--teacher {distilled.data}/teacher --teacher_dir {distilled.one}/paths --output_dir {tmp}/run"
+PAIRS = "--method reflow --teacher {reflow.data}/teacher --output_dir {tmp}/run"
+
+REFUSALS: dict[tuple[str, str], list[tuple[str, str]]] = {
+    (TRAIN, FLOWERS): [
+        ("--num_epochs 2", "--num_epochs and --train_num_steps exclude each other"),
+        ("--resume {tmp}/old", "there is no checkpoint at"),
+        (
+            "--dim_mults 1 2 3 4 --image_size 20",
+            "not divisible by 8, as the 4 levels of --dim_mults",
+        ),
+        ("--aspect_ratio 3", "--aspect_ratio is 3; it must be width:height"),
+        ("--aspect_ratio 3:2 --image_size 10", "gives pictures of 15x10, not divisible by 2"),
+        ("--aspect_ratio 16:9 --image_size 62", "with --aspect_ratio 16:9 gives a fractional long side; pass 72"),
+        ("--image_size 10 --autoencoder haar", "--image_size 10 cannot be halved as often as --autoencoder haar does"),
+        ("--image_size 12 --autoencoder haar", "--image_size 12 gives latents of 3, not divisible by 2"),
+        ("--optimizer nix", "--optimizer nix"),
+        ("--space_options nix=1", "--space_options nix=1: Pixels takes KEY=VALUE"),
+        ("--teacher_steps 7", "--teacher_steps needs --teacher"),
+        ("--degrade sepia", "--degrade sepia is not registered: choose Blur or"),
+    ],
+    (TRAIN, ""): [
+        ("--image_size 8 --dim_mults 1 2", "--dataset synthetic-flowers or your own --dataset_path"),
+    ],
+    # what can be refused before the pictures are decoded, one of which is broken
+    (TRAIN, BROKEN): [
+        ("--output_dir {labels.one} --resume never", "checkpoints already holds checkpoints"),
+        ("--output_dir {tmp}/new --resume {tmp}/old", "there is no checkpoint at"),
+        ("--output_dir {tmp}/new --init_from {tmp}/old", "there is no checkpoint at"),
+        ("--output_dir {tmp}/new --augment 0.1 --autoencoder haar", "--autoencoder and --augment exclude each other"),
+        ("--output_dir {tmp}/new --holdout 0.1 --method reflow --teacher {tmp}/run", "--teacher and --holdout exclude"),
+        ("--output_dir {tmp}/file/run", "cannot be written"),
+        ("--output_dir {tmp}/new --checkpoint_dir {tmp}/file/run", "cannot be written"),
+    ],
+    (TRAIN, PICTURES): [
+        ("--use_cfg --dataset_path {paired.data}/to", "--use_cfg needs labels"),
+        ("--holdout 0.99", "--holdout 0.99 leaves"),
+        ("--init_from {labels.one} --dim 16", "of another architecture"),
+        ("--output_dir {labels.one} --dim 16", "of another architecture"),
+        ("--global_batch_size 16000000", "a step of 16,000,000 images "),
+        (
+            "--output_dir {pictures.one} --dataset_path {paired.data}/to --dim_mults 1",
+            "was trained on other data or at another size",
+        ),
+        ("--exclude b/99.png", "--exclude names b/99.png, which is no image of pictures: correct"),
+    ],
+    (TRAIN, COLUMNS): [
+        ("--condition_types text=label", "--condition_types needs --condition_on: pass both"),
+        ("--condition_on text --text_tokens 4", "--text_tokens needs --text_encoder"),
+        ("--condition_on text --condition_types text", "--condition_types text must be COLUMN=caption"),
+        ("--condition_on size --coupling ot", "--coupling ot pairs only rows with equal conditions, and size differs"),
+    ],
+    (TRAIN, TRANSLATION): [
+        ("--source_path {tmp}/nowhere", "--source_path {tmp}/nowhere is not a folder"),
+        ("--source_path {paired.data}/to", "--source_path {paired.data}/to lies in --dataset_path {paired.data}/to"),
+        ("--source_path {paired.data}/from --degrade grey", "--source_path and --degrade exclude each other"),
+        ("--source_path {paired.data}/from --output_dir {paired.data}/from/run", "lies inside --source_path"),
+        ("--source_path {paired.data}/from --source_as condition --source_noise 0.2", "--source_noise has no effect"),
+        ("--paired", "--paired needs --source_path"),
+        ("--source_path {paired.data}/from --skip_unpaired", "--skip_unpaired needs --paired"),
+        ("--source_as start", "--source_as needs --source_path or --degrade"),
+        ("--source_path {paired.data}/from --paired --coupling ot", "--paired and --coupling exclude each other"),
+        ("--source_path {paired.data}/from --coupling immiscible", "coupling immiscible is for noise"),
+        ("--source_path {paired.data}/from --source_as condition --coupling ot", "coupling ot is for noise"),
+        ("--degrade downsample:3", "--degrade downsample:3 does not suit --image_size: the sides 8 and 8"),
+        ("--degrade grey --autoencoder haar", "--degrade and --autoencoder exclude each other"),
+    ],
+    (ONE_STEP, FLOWERS): [
+        ("--dataset_path {tmp}/nowhere", "is not a folder"),
+        ("--mixed_precision fp16", "fp16 needs a GPU"),
+        ("--guidance_scale 2", "guidance needs a network that takes conditions"),
+        ("--init_from {tmp}/nothing", "there is no checkpoint at"),
+        ("--method distill", "--method distill needs --teacher"),
+        ("--method reflow", "--method reflow needs --teacher"),
+    ],
+    (ONE_STEP, TEACHER): [
+        ("--teacher {tmp}", "there is no checkpoint at"),
+        ("--teacher_samples 10 --batch_size 16", "--teacher_samples 10 is fewer than one global batch"),
+        ("--coupling ot", "--coupling and --teacher exclude each other: pass one"),
+        ("--flow_options objective=mean_flow", "DistilledFlow takes KEY=VALUE with the keys"),
+        ("--init_from {labels.one}", "--teacher and --init_from exclude each other"),
+        ("--output_dir {distilled.data}/teacher", "belongs to a run with --method rectified: choose another"),
+        ("--dim 32", "--dim has no effect with --teacher: the run inherits --dim 8 of"),
+        ("--no_use_cfg", "--use_cfg has no effect with --teacher: the run inherits --use_cfg of"),
+        ("--stop_when_memorising", "--teacher and --stop_when_memorising exclude each other"),
+        ("--mixed_precision fp16", "fp16 needs a GPU"),
+        ("--method mean_flow", "--method mean_flow has no effect with --teacher"),
+        ("--method reflow --flow_options whole_fraction=0.4", "RectifiedFlow takes KEY=VALUE"),
+        ("--teacher {pictures.one} --guidance_scale 2", "--guidance_scale needs conditions"),
+        ("--teacher_dir {tmp}/full", "full is in the way of the paths, and holds a file"),
+        (
+            "--autoguidance 2 --teacher {distilled.data}/teacher/checkpoints/step_00000004",
+            "--autoguidance needs a checkpoint of the first quarter of the teacher's run",
+        ),
+    ],
+    (ONE_STEP, PATHS): [
+        ("--teacher_samples 70 --global_batch_size 4", "differ in paths (24 stored, 70 requested)"),
+        (
+            "--teacher_samples 24 --teacher_steps 2 --guidance_scale 2 --global_batch_size 8",
+            "differ in guidance_scale (1.0 stored, 2",
+        ),
+    ],
+    (TRAIN, PAIRS): [
+        ("--teacher {tmp}", "there is no checkpoint at"),
+        ("--coupling ot", "--coupling and --teacher exclude each other"),
+        ("--teacher_samples 10 --teacher_steps 1 --global_batch_size 16", "fewer than one global batch"),
+        ("--teacher_dir /proc/nothing", "--teacher_dir /proc cannot be written"),
+        (
+            "--teacher_dir {reflow.one}/pairs --teacher_samples 7 --global_batch_size 4",
+            "differ in pairs (24 stored, 7",
+        ),
+        ("--teacher {tmp} --teacher_dir {reflow.one}/pairs", "contains pairs of"),
+        ("--prediction clean", "--prediction has no effect with --teacher: the run inherits --prediction velocity"),
+        ("--output_dir {reflow.data}/teacher", "belongs to a run with --method rectified"),
+    ],
+    (SAMPLE, f"--checkpoint {{labels.one}} {OUTPUT}"): [
+        ("--checkpoint {tmp}/nowhere", "no checkpoint at"),
+        ("--classes a,bb", "labels: bb does not exist: pass names (perhaps b?), or numbers up to 1\n"),
+        ("--classes 2", "labels: 2 does not exist: pass names, like a, b, or numbers up to 1\n"),
+        ("--num_samples 1000000000000000", "--num_samples is 1000000000000000; it must be at most"),
+        ("--strength 0.5", "--strength needs --from_images: pass both"),
+        ("--autoguidance 2 --reverse --from_images {tmp}", "--reverse and --autoguidance exclude each other"),
+        ("--guidance_interval 0.2 0.8", "--guidance_interval needs --guidance_scale or"),
+        ("--guidance_interval 0.8 0.2", "--guidance_interval 0.8 0.2 is empty"),
+        ("--save_pretrained /proc/nothing", "--save_pretrained /proc/nothing cannot be written"),
+        ("--from_images {tmp}/nowhere", "is neither a file nor a folder of files"),
+        ("--output_dir /proc/nothing", "--output_dir /proc/nothing cannot be written"),
+    ],
+    (SAMPLE, f"--checkpoint {{columns.one}} {OUTPUT}"): [
+        ("--set colour=3", "--set colour=3: "),
+        ("--set parity=off", "parity: off does not exist"),
+        ("--set size=large", "size: large is not a number"),
+        ("--guidance colour=3", "--guidance colour: "),
+        ("--guidance size=x", "must be NAME=SCALE"),
+        ("--grid colour seed", "--grid colour: "),
+        ("--grid size seed=0", "--grid seed=0 must be seed=COUNT"),
+        ("--prompts nowhere.txt", "--prompts nowhere.txt cannot be read"),
+        ("--prompt a --prompts b", "--prompts and --prompt exclude each other"),
+        ("--grid size parity --num_samples 3", "--grid and --num_samples exclude each other"),
+        ("--grid size=1,2 size=3", "--grid size has one axis twice"),
+        ("--grid size parity --set size=3", "--grid size parity has one axis twice, or one that another flag sets"),
+        ("--grid parity seed --set size=3,4", "--grid needs a single value of size"),
+        ("--set size=3 --set size=4", "--set size=4 is the second value of size"),
+        ("--set size=1e400", "1e400 is not a number"),
+    ],
+    (SAMPLE, f"--checkpoint {{paired.one}} {OUTPUT}"): [
+        ("", "translates pictures: pass some with --from_images"),
+        ("--from_images {paired.data}/from --strength 0.5", "--strength has no effect"),
+        ("--from_images {paired.data}/from --degrade", "--degrade has no effect"),
+        ("--from_images {paired.data}/from --mask {tmp}/file", "--mask has no effect"),
+        ("--from_images {paired.data}/from --reverse --solver stochastic", "--solver stochastic cannot be inverted"),
+        ("--from_images {paired.data}/from --reverse --path strip", "--path has no effect"),
+        ("--from_images {paired.data}/from --output_dir {paired.data}/from", "has the pictures of --from_images"),
+        ("--variants 2", "--variants needs --from_images"),
+        ("--from_images {paired.data}/nowhere", "neither a file nor a folder of files"),
+    ],
+    (SAMPLE, OUTPUT): [
+        (
+            "--checkpoint {unpaired.one} --from_images {unpaired.data}/from --variants 2",
+            "--variants has no effect on the RectifiedFlow",
+        ),
+        (
+            "--checkpoint {degraded.one} --from_images {degraded.data}/to --reverse",
+            "--reverse has no effect on the RectifiedFlow",
+        ),
+        ("--checkpoint {mean_flow.one} --guidance_scale 2", "is guided in training"),
+        ("--checkpoint {mean_flow.one} --solver heun", "--solver has no effect"),
+        ("--checkpoint {mean_flow.one} --autoguidance 2", "--autoguidance has no effect"),
+        ("--checkpoint {pictures.one} --classes cat", "was trained without such a condition"),
+    ],
+    (EVALUATE, f"--checkpoint {{labels.one}} {OUTPUT}"): [
+        ("--checkpoint {tmp}", "there is no checkpoint at"),
+        ("--dataset_path {tmp}/moved", "is not a folder"),
+        ("--dataset_path {paired.data}/to", "was trained on different classes than to"),
+        ("--output_dir /proc/nothing", "--output_dir /proc/nothing cannot be written"),
+    ],
+}
+ON_TWO = [
+    (TRAIN, f"{FLOWERS} --dataset_path {{tmp}}/nowhere", "nowhere is not a folder"),
+    (TRAIN, f"{FLOWERS} --dataset_path {{tmp}}/full", "holds no pictures"),
+    (TRAIN, f"{FLOWERS} --image_size 9", "--image_size 9"),
+    (TRAIN, f"{FLOWERS} --global_batch_size 15 --batch_size 4", "--global_batch_size 15 cannot be split evenly"),
+    (TRAIN, f"{FLOWERS} --batch_sise 4", "Perhaps you meant"),
+    (TRAIN, f"{FLOWERS} --mixed_precision fp16", "fp16 needs a GPU"),
+    (TRAIN, f"{FLOWERS} --output_dir {{tmp}}/file/run", "cannot be written"),
+    (TRAIN, f"{FLOWERS} --checkpoint_dir /proc", "--checkpoint_dir /proc cannot"),
+    (TRAIN, f"{PICTURES} --holdout 0.99", "--holdout 0.99 leaves"),
+    (TRAIN, f"{PICTURES} --output_dir {{labels.one}} --dim 16", "of another architecture"),
+    (ONE_STEP, f"{PICTURES} --init_from {{labels.one}} --dim 16", "of another architecture"),
+    (ONE_STEP, f"{FLOWERS} --flow_options objective=best", "objective"),
+    (SAMPLE, "--checkpoint {labels.one} --classes tulip", "labels: tulip does not exist: pass names, like a, b, or"),
+    (EVALUATE, "--checkpoint {labels.one} --output_dir /proc/nothing", "/proc/nothing cannot be written"),
+]
+"""What the ranks agree on, and rank 0 says."""
+
+
+class Places(dict[str, object]):
+    """The runs of a kind by its name, besides the folder ``tmp``."""
+
+    def __init__(self, tmp: Path, kind_runs: Callable[[str], Runs]) -> None:
+        super().__init__(tmp=tmp)
+        self.kind_runs = kind_runs
+
+    def __missing__(self, name: str) -> Runs:
+        return self.kind_runs(name.replace("_", " "))
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory, kind_runs: Callable[[str], Runs]) -> Places:
+    tmp = tmp_path_factory.mktemp("places")
+    for folder in ("broken", "full"):
+        (tmp / folder).mkdir()
+    (tmp / "broken/1.png").write_bytes(b"no picture")
+    (tmp / "full/a file").touch()
+    (tmp / "file").touch()
+    return Places(tmp, kind_runs)
+
+
+def rows() -> Iterator[tuple[str, str, str]]:
+    for (name, start), refused in REFUSALS.items():
+        for flags, sentence in refused:
+            yield name, f"{start} {flags}", sentence
+
+
+@pytest.mark.parametrize(("name", "flags", "sentence"), rows())
+def test_flags_that_do_not_fit(name: str, flags: str, sentence: str, places: Places) -> None:
+    said = refusal(name, flags.format_map(places).split())
+    assert said.count(sentence.format_map(places)) == 1, said
+
+
+@pytest.mark.parametrize(("name", "flags", "sentence"), ON_TWO)
+def test_two_processes_refuse_alike(name: str, flags: str, sentence: str, places: Places) -> None:
+    programs.assert_refused(name, 2, flags.format_map(places), sentence)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_launcher_that_was_told_to_split_the_weights(world_size: int, tmp_path: Path) -> None:
+    sentence = "FSDP, DeepSpeed and Megatron-LM are not supported"
+    flags = FLOWERS.format(tmp=tmp_path)
+    programs.assert_refused(TRAIN, world_size, flags, sentence, ACCELERATE_USE_FSDP="true")
+
+
+def test_pictures_that_are_too_alike_to_hold_some_out(tmp_path: Path) -> None:
+    """All are of one colour, and so alike that all are on one side; one is broken, then."""
+    for index in range(20):
+        (tmp_path / "pictures").mkdir(exist_ok=True)
+        Image.new("RGB", (9, 12), (index * 10, 100, 200)).save(tmp_path / f"pictures/{index:02}.png")
+    flags = f"--dataset_path {tmp_path}/pictures {UNET} --cache_dir {tmp_path}/cache --output_dir {tmp_path}/run"
+    said = refusal(TRAIN, f"{flags} --holdout 0.1".split())
+    assert "--holdout 0.1 leaves 0 pictures to train on, 20 held out; 8 held-out" in said
+    (tmp_path / "pictures/holiday.JPG").write_bytes(b"\xff\xd8\xff\xe0 this is no JPEG")
+    flags = flags.replace("/cache", "/other")
+    for world_size in (1, 2):
+        programs.assert_refused(TRAIN, world_size, flags, "holiday.JPG", "--skip_broken_images")
+    assert not list((tmp_path / "other").glob("*/")), "a store was left half-built"
