@@ -188,9 +188,7 @@ KINDS: dict[str, Kind] = {
         preview_is_grid=False,  # it has captions below
         scores=("size_correlation", "parity_accuracy"),
     ),
-    "latents": Kind(
-        f"--dataset_path {{data}}/pictures {PLAIN} --autoencoder haar", write_pictures, export="a flow of latents"
-    ),
+    "latents": Kind(f"--dataset_path {{data}}/pictures {PLAIN} --autoencoder haar", write_pictures),
     "floats": Kind(
         f"--dataset_path {{data}}/floats {PLAIN} --space_options transform=log show=2:magma",
         write_floats,
@@ -218,7 +216,7 @@ KINDS: dict[str, Kind] = {
         f"--dataset_path {{data}}/to --source_path {{data}}/from --paired --source_as condition {PLAIN}"
         " --autoencoder haar",
         write_translations,
-        export="a flow of latents",
+        export="--format page reads no measurements or latents to translate",
     ),
     "degraded": Translation(
         f"--dataset_path {{data}}/to --degrade mask:box {PLAIN}",
@@ -274,7 +272,6 @@ KINDS: dict[str, Kind] = {
         "own_autoencoder",
         f"--dataset squares {UNET} --autoencoder Folded --autoencoder_options unit=0.5",
         calls=("evaluate", "one_step"),
-        export="a flow of latents",
     ),
     "own optimizer": guest(
         "own_optimizer", f"--dataset squares {UNET} --optimizer sign_descent --optimizer_options momentum=0.8"
