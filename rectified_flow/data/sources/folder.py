@@ -69,44 +69,49 @@ class FileFolder(ImageSource):
     """Name of the files in the plural."""
 
     def __init__(self, path: Path, *, skip_unreadable: bool = False, split: str = "train") -> None:
-        self.path, self.name = path, printable(path.name)
+        self.path, self.name, self.notes = path, printable(path.name), []
+        everything, found = self._find(skip_unreadable)
+        root, files = narrow(path, found, split)
+        self.files, rest = sorted(files), sorted({*found} - {*files})
+        self._note_left_out(f"{len(rest)} {self.kind} of other splits or of labels", rest)
+        if root != path:
+            self.notes.append(f"read the {self.kind} in {printable(root)}, whose subfolders, if any, are the classes")
+        tables = [file for file in everything if file.name in METADATA_FILES]
+        self._metadata = [each for each in tables if each.is_relative_to(root) or root.is_relative_to(each.parent)]
+        self.fingerprint = files_fingerprint(path, self.files)
+        self.class_names, self._labels = self._find_classes([file.relative_to(root).parts for file in self.files])
+
+    def _find(self, skip_unreadable: bool) -> tuple[list[Path], list[Path]]:
+        """Return all files below the folder, and those of the kind; note which others are left out."""
         unreadable, left_out = list[OSError](), list[Path]()
-        everything = find_files(path, unreadable.append if skip_unreadable else refuse_folder, left_out)
+        everything = find_files(self.path, unreadable.append if skip_unreadable else refuse_folder, left_out)
         if unreadable:
             such = printable(unreadable[0].filename)
             tqdm.write(f"skipped {len(unreadable)} unreadable folders; the first is {such}")
-        found = [file for file in everything if file.suffix.lower() in self.suffixes]
-        hidden = [file for file in left_out if file.suffix.lower() in self.suffixes]
-        others = [file for file in everything if file.suffix.lower() in self.other_suffixes]
+        found, hidden = _with_suffix(everything, self.suffixes), _with_suffix(left_out, self.suffixes)
+        others = _with_suffix(everything, self.other_suffixes)
         kinds = Counter(file.suffix.lower() for file in others)
         counted = ", ".join(f"{count} {suffix[1:]}" for suffix, count in kinds.most_common())
         hint = f" ({PLUGIN_HINT})" * any(kinds[suffix] for _, *known in PLUGINS.values() for suffix in known)
-        self.notes = [
-            *self._left_out(f"{len(hidden)} hidden files and by-products of systems", hidden),
-            *self._left_out(f"{counted} files of other formats{hint}", others),
-        ]
+        self._note_left_out(f"{len(hidden)} hidden files and by-products of systems", hidden)
+        self._note_left_out(f"{counted} files of other formats{hint}", others)
         if not found:
             read = ", ".join(sorted(suffix[1:] for suffix in self.suffixes))
             first = [f"{printable(file)} is {what}" for file in everything[:1] if (what := content_of(file))]
-            nothing = f"--dataset_path {path} holds no {self.kind} ({read}) and no datasets files"
+            nothing = f"--dataset_path {self.path} holds no {self.kind} ({read}) and no datasets files"
             raise UsageError("; ".join((nothing, *self.notes, *first)))
-        root, files = narrow(path, found, split)
-        rest = sorted({*found} - {*files})
-        self.notes += self._left_out(f"{len(rest)} {self.kind} of other splits or of labels", rest)
-        if root != path:
-            self.notes.append(f"read the {self.kind} in {printable(root)}, whose subfolders, if any, are the classes")
-        self.files, tables = sorted(files), [file for file in everything if file.name in METADATA_FILES]
-        self._metadata = [each for each in tables if each.is_relative_to(root) or root.is_relative_to(each.parent)]
-        self.fingerprint = files_fingerprint(path, self.files)
-        parts = [file.relative_to(root).parts for file in self.files]
+        return everything, found
+
+    def _find_classes(self, parts: Sequence[tuple[str, ...]]) -> tuple[list[str], list[int]]:
+        """Return the classes by the topmost subfolders in the paths of the files, and the label of each file or -1."""
         stray = [part[0] for part in parts if len(part) == 1]
-        if 0 < len(stray) < len(parts):
+        if not stray:
+            number = {name: label for label, name in enumerate(sorted({part[0] for part in parts}))}
+            return [printable(name) for name in number], [number[part[0]] for part in parts]
+        if len(stray) < len(parts):
             such = printable(stray[0])
             self.notes.append(f"no classes: {len(stray)} {self.kind} are in no subfolder, such as {such}")
-        classes = [] if stray else sorted({part[0] for part in parts})
-        self.class_names = [printable(name) for name in classes]
-        number = {name: label for label, name in enumerate(classes)}
-        self._labels = [number.get(part[0], -1) for part in parts]
+        return [], [-1] * len(parts)
 
     def __len__(self) -> int:
         return len(self.files)
@@ -135,9 +140,13 @@ class FileFolder(ImageSource):
         """
         return read_metadata(self._metadata, self.files)
 
-    def _left_out(self, what: str, files: Sequence[Path]) -> list[str]:
-        """Return a note on files that are not read, if there are any."""
-        return [f"left out {what}, such as {printable(file.relative_to(self.path))}" for file in files[:1]]
+    def _note_left_out(self, what: str, files: Sequence[Path]) -> None:
+        """Add a note on files that are not read, if there are any."""
+        self.notes += [f"left out {what}, such as {printable(file.relative_to(self.path))}" for file in files[:1]]
+
+
+def _with_suffix(files: Sequence[Path], suffixes: Collection[str]) -> list[Path]:
+    return [file for file in files if file.suffix.lower() in suffixes]
 
 
 class PictureFolder(FileFolder):
