@@ -28,7 +28,7 @@ OURS = (
     *("index.html", "style.css", "model.json", "model.onnx", "model.onnx", "model.safetensors", "README.md"),
     *("0.png", "00000.png", "000000.png", "grid.png", "path.png", "path.gif", "manifest.json", "building.json"),
     *("info.json", "labels.npy", "recipe.json", "images.uint8", "starts.uint64", ".lock", "pairs.lock", "text.lock"),
-    *("steps.png", ".sample.lock", ".evaluation.lock", ".tmpabcdef", "lora"),
+    *("steps.png", ".sample.lock", ".tmpabcdef", "lora"),
     *("tokenizer.json", "accuracy.jsonl", "accuracy.png", "distances.jsonl", "distances.png", "clouds.png"),
 )
 """Names of files that programs write."""

@@ -24,15 +24,12 @@ from rectified_flow.flags import flags_in, plain, replaced
 from rectified_flow.load import RESULTS_FILE, Trained, autocast, read_results
 from rectified_flow.runs import checkpoint
 from rectified_flow.spaces.space import RGBA
-from rectified_flow.system.files import locked, prepare_folder, replace_file, writing
-from rectified_flow.system.outputs import claim
+from rectified_flow.system.files import prepare_folder, replace_file, writing
+from rectified_flow.system.outputs import claim, locked_folder
 from rectified_flow.system.pictures import to_grid, write_picture
 from rectified_flow.system.terminal import lines, size_text
 
 NEIGHBOURS_FILE = "neighbours.png"
-LOCK_FILE = ".evaluation.lock"
-LOCK_TIMEOUT = 60.0
-"""Seconds to wait for another process that writes its results, which takes milliseconds."""
 
 
 def evaluate(config: EvaluateConfig) -> None:
@@ -161,8 +158,7 @@ def _describe(result: dict[str, Any]) -> str:
 def _write_down(folder: Path, result: dict[str, Any]) -> None:
     """Add ``result`` to the saved results, in place of one with the same settings."""
     path, others = folder / RESULTS_FILE, {"distances": None}
-    busy = f"another process is writing to {folder}"
-    with writing(path), locked(folder / LOCK_FILE, busy, LOCK_TIMEOUT):
+    with writing(path), locked_folder(folder):
         older = {"autoguidance": 1.0}  # results of earlier versions
         results = [each for each in read_results(folder) if older | each | others != result | others]
         replace_file(path, json.dumps([*results, result], indent=1))

@@ -51,7 +51,7 @@ def claim(folder: Path, names: Iterable[str], *, ours: bool = False) -> None:
         raise UsageError(f"{folder} is a checkpoint or another complete artifact: choose another folder")
     paths, record = list(names), folder / RECORD
     names = list(dict.fromkeys(path.partition("/")[0] for path in paths))
-    with writing(record), _locked(folder):
+    with writing(record), locked_folder(folder):
         written = set(os.listdir(folder) if ours else ())
         if known := lexists(record):
             written = set(read_document(record, Record).files)
@@ -72,8 +72,11 @@ def claim(folder: Path, names: Iterable[str], *, ours: bool = False) -> None:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold an exclusive lock on ``folder`` inside the block. The folder itself is locked, so there is no lock file."""
+def locked_folder(folder: Path) -> Iterator[None]:
+    """Hold an exclusive lock on ``folder`` inside the block, to change a document there.
+
+    The folder itself is locked, so that no lock file lies beside the user's files.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         try:
