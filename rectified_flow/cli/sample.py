@@ -17,7 +17,6 @@ from rectified_flow.cli.build import open_trained
 from rectified_flow.cli.flags.sampling import MeasureConfig, PicturesConfig, SampleConfig
 from rectified_flow.cli.sample_request import GRID_PICTURES, PREVIEW, SampleRequest, read_request
 from rectified_flow.condition import read_written
-from rectified_flow.data.store import ImageDataset
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.distributed.join import check_shared
 from rectified_flow.errors import UsageError
@@ -326,8 +325,7 @@ def _write_nearest(data: RealData, outputs: Outputs, state: PartialState) -> Non
     shown = read_pictures(files)
     distances = torch.minimum(*(torch.cdist(colours.of(each), real) for each in (shown, shown.flip(-1))))
     found = distances.mul(GREY_LEVELS / real.shape[1] ** 0.5).topk(min(NEAREST, len(real)), largest=False)
-    names = data.names if isinstance(data, ImageDataset) else [str(number) for number in range(len(data))]
-    texts: list[str] = []
+    names, texts = data.names, list[str]()
     for file, rows, values in zip(files, found.indices.tolist(), found.values.tolist(), strict=True):
         texts += [file.name, *(f"{value:.1f}: {names[row]}" for row, value in zip(rows, values, strict=True))]
     near = data.read_pictures(found.indices.flatten().tolist()).unflatten(0, found.indices.shape)

@@ -154,6 +154,7 @@ class RenderedItems(Dataset[Any]):
         self.conditions: dict[str, Any] = getattr(items, "conditions", {})
         self.class_names: list[str] = list(getattr(self.conditions.get("labels"), "names", ()))
         self.fingerprint = fingerprint_of(items)
+        self.names = [str(number) for number in range(len(self))]
         self.read_batch = Batches(items).__getitems__
 
     def __len__(self) -> int:
