@@ -91,14 +91,6 @@ def test_paths_begin_at_other_noise_than_samples(paths: StoreDataset) -> None:
     assert abs(torch.corrcoef(torch.stack((noise.flatten(), trained.flatten())))[0, 1]) < 0.05
 
 
-def test_one_process_draws_the_same(teacher: Path, paths: StoreDataset, tmp_path: Path) -> None:
-    PartialState()
-    alone = StoreDataset(draw_paths(teacher, tmp_path)).read_batch(range(COUNT))
-    together = paths.read_batch(range(COUNT))
-    torch.testing.assert_close(alone["path"].float(), together["path"].float(), rtol=1e-2, atol=1e-2)
-    assert torch.equal(alone["labels"], together["labels"])
-
-
 def test_a_teacher_is_guided_by_its_early_checkpoint(tmp_path: Path) -> None:
     """The paths are those of autoguidance; a teacher without an early checkpoint is refused."""
     run = {"train_num_steps": 8, "save_every": 1, "use_ema": False, "lr_warmup_steps": 0, "learning_rate": 1e-2}
@@ -137,12 +129,9 @@ def learn(teacher: Path, output_dir: Path, teacher_dir: Path | None, steps: int)
     train(taught(teacher, output_dir, train_num_steps=steps, learning_rate=1e-4, **flags))
 
 
-def test_the_same_run_on_one_and_two_processes(teacher: Path, paths: StoreDataset, tmp_path: Path) -> None:
-    for world_size in (1, 2):
-        run_on_ranks(world_size, learn, teacher, tmp_path / str(world_size), paths.path, 6)
-    one, two = (losses(tmp_path / str(world_size)) for world_size in (1, 2))
-    assert one == pytest.approx(two, rel=1e-3)
-    assert list(one) == [3, 6]
+def test_training_starts_from_the_teacher(teacher: Path, paths: StoreDataset, tmp_path: Path) -> None:
+    run_on_ranks(1, learn, teacher, tmp_path / "1", paths.path, 6)
+    assert list(losses(tmp_path / "1")) == [3, 6]
     description = json.loads((tmp_path / "1/checkpoints/step_00000006/flow.json").read_text())
     assert (description["kind"], description["whole_fraction"]) == ("DistilledFlow", 0.5)
     before, after = load_flow(teacher, RectifiedFlow), load_flow(tmp_path / "1", DistilledFlow)
