@@ -27,7 +27,7 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "evaluate.py": programs.evaluate,
     "export.py": programs.export,
     "train_masked_text.py": partial(programs.run, "train_masked_text:train", "train_masked_text:TextFlags", ""),
-    "train_wan.py": partial(programs.run, "train_wan:train", "wan_flags:WanFlags", ""),
+    "train_wan.py": partial(programs.run, "train_wan:train", "train_wan:WanFlags", ""),
     "train_point_clouds.py": partial(programs.run, "train_point_clouds:train", "train_point_clouds:CloudFlags", ""),
 }
 

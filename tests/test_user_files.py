@@ -19,9 +19,9 @@ from tests.ranks import run_on_ranks
 
 TINY = "--image_size 8 --dim 8 --dim_mults 1 --batch_size 2 --sample_steps 1 --num_samples 1"
 TRAIN = f"--dataset_path {{pictures}} {TINY} --train_num_steps 1 --holdout 0"
-SMALL = "--width 32 --layers 1 --train_num_steps 1 --batch_size 4 --measure_every 1"
-TEXT = f"--text {{text}} --vocabulary 40 --length 8 --measured_lines 20 {SMALL}"
-CLOUDS = f"--points 10 --measured_clouds 10 {SMALL}"
+SMALL = "--width 32 --layers 1 --train_num_steps 1 --batch_size 4"
+TEXT = f"--text {{text}} --vocabulary 40 --length 8 --measured_lines 20 --measure_every 1 {SMALL}"
+CLOUDS = f"--points 10 {SMALL}"
 OURS = (
     *("config.json", "status.json", "metrics.jsonl", "metrics.old.jsonl", "bad_steps.jsonl", "loss.png", "look.png"),
     *("evaluations.jsonl", "evaluations.png", "evaluation.json", "evaluation.png", "neighbours.png", "best"),

@@ -1,78 +1,59 @@
-"""The data: scikit-learn's handwritten digits as clouds of points, which need no download."""
+"""The data: scikit-learn's handwritten digits as clouds of points on the sphere, which need no download."""
+
+from collections.abc import Sequence
+from hashlib import sha256
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.data import Dataset
 
-from geometry import Euclidean, FlatTorus, Geometry, Sphere
-from point_clouds import PointClouds
-from rectified_flow import randomness
+from rectified_flow import Labels, randomness
+from sphere import exp
 
 DIGITS, SIDE = 10, 8
-PICTURES = 1797
-"""Pictures of scikit-learn's dataset."""
-GEOMETRIES: dict[str, Geometry] = {"plane": Euclidean(2), "sphere": Sphere(3), "torus": FlatTorus(2)}
-EXTENT = {"plane": 2.0, "sphere": 1.2, "torus": 0.4}
-"""Half the side of a digit: in the plane, in radians, and as a share of the way around."""
+EXTENT = 1.2
+"""Half the side of a digit [radians]."""
 UPWARDS = torch.tensor([1.0, -1.0])
 """Factors from rows that count downwards to coordinates that point upwards."""
 
 
-class Digits:
-    """Digits as points of the square ``[-1, 1]^2``, and wrapped onto a geometry.
+class Digits(Dataset[dict[str, Tensor]]):
+    """Items with ``clouds`` ``[n, 3]`` and ``labels``.
 
     Args:
-        name: name of the geometry.
-        points: largest number of points of a cloud; the smallest is half of it.
+        points: number of points of a cloud.
     """
 
-    def __init__(self, name: str, points: int) -> None:
+    def __init__(self, points: int) -> None:
         from sklearn.datasets import load_digits
 
-        self.geometry, self.extent = GEOMETRIES[name], EXTENT[name]
-        pictures, labels = load_digits(return_X_y=True)
-        self.pictures, self.labels = torch.tensor(pictures), torch.tensor(labels)
-        self.clouds = [self.wrap(self._scatter(number, points)) for number in range(len(self.labels))]
+        pictures, labels = (torch.tensor(values) for values in load_digits(return_X_y=True))
+        self.entries = {"clouds": to_sphere(scatter(pictures, points)), "labels": labels}
+        self.conditions = {"labels": Labels(DIGITS)}
+        self.description = f"{len(self):,} clouds of {points} points"
+        self.fingerprint = sha256(self.entries["clouds"].numpy().tobytes()).hexdigest()
 
-    def _scatter(self, number: int, points: int) -> Tensor:
-        """Draw points in the pixels of a picture, with the ink of a pixel as its probability."""
-        draw = randomness.generator("cpu", "digit", number)
-        count = int(torch.randint(points // 2, points + 1, (), generator=draw))
-        pixels = self.pictures[number].multinomial(count, replacement=True, generator=draw)
-        places = torch.stack((pixels % SIDE, pixels // SIDE), dim=1) + torch.rand(count, 2, generator=draw)
-        return (places * (2 / SIDE) - 1) * UPWARDS
+    def __len__(self) -> int:
+        return len(self.entries["labels"])
 
-    def wrap(self, flat: Tensor) -> Tensor:
-        """Map points of the square around the sphere's pole, or across the torus's edges."""
-        padded = F.pad(flat, (0, self.geometry.dim - 2))
-        return self.geometry.exp(self._centre.expand_as(padded), self.extent * padded)
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {name: values[index] for name, values in self.entries.items()}
 
-    def unwrap(self, x: Tensor) -> Tensor:
-        """Map points back to the square, or beside it."""
-        return self.geometry.log(self._centre.to(x).expand_as(x), x)[..., :2] / self.extent
+    def read_batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        """Return the entries of some items, ``[b, ...]``."""
+        return {name: values[torch.as_tensor(indices)] for name, values in self.entries.items()}
 
-    @property
-    def _centre(self) -> Tensor:
-        """The pole of the sphere, else the origin."""
-        return torch.tensor([0.0] * (self.geometry.dim - 1) + [float(isinstance(self.geometry, Sphere))])
 
-    def rasterise(self, x: Tensor, weights: Tensor) -> Tensor:
-        """Return pictures ``[b, 64]`` of clouds ``[b, n, d]``, each with sum 1."""
-        pixels = ((self.unwrap(x) * UPWARDS + 1) * (SIDE / 2)).floor()
-        inside = ((pixels >= 0) & (pixels < SIDE)).all(dim=2)
-        numbers = (pixels[..., 1] * SIDE + pixels[..., 0]).long() * inside
-        pictures = torch.zeros(len(x), SIDE * SIDE).scatter_add_(1, numbers, weights * inside)
-        return pictures / pictures.sum(dim=1, keepdim=True).clamp(min=1e-6)
+def scatter(pictures: Tensor, points: int) -> Tensor:
+    """Draw points ``[b, n, 2]`` in the square [-1, 1], with the ink of a pixel as its probability."""
+    draw = randomness.generator("cpu", "digits")
+    pixels = pictures.multinomial(points, replacement=True, generator=draw)
+    places = torch.stack((pixels % SIDE, pixels // SIDE), dim=2) + torch.rand(*pixels.shape, 2, generator=draw)
+    return (places * (2 / SIDE) - 1) * UPWARDS
 
-    def split(self, held_out: int) -> tuple[PointClouds, PointClouds, PointClouds]:
-        """Return the clouds to train on, and twice ``held_out`` other clouds with equally many of each digit."""
-        each, size = held_out // DIGITS, max(map(len, self.clouds))
-        rows = [(self.labels == digit).nonzero().flatten() for digit in range(DIGITS)]
-        first, second, rest = zip(*(numbers.tensor_split((each, 2 * each)) for numbers in rows), strict=True)
-        # All parts are padded alike: the noise of a sample has as many points as a training cloud.
-        one, two, training = (self._part(torch.cat(numbers), size) for numbers in (first, second, rest))
-        return training, one, two
 
-    def _part(self, rows: Tensor, size: int) -> PointClouds:
-        clouds = [self.clouds[row] for row in rows.tolist()]
-        return PointClouds(clouds, self.labels[rows], self.geometry, classes=DIGITS, size=size)
+def to_sphere(flat: Tensor) -> Tensor:
+    """Wrap points of the square around the pole."""
+    pole = torch.tensor([0.0, 0.0, 1.0]).expand(*flat.shape[:-1], 3)
+    return exp(pole, EXTENT * F.pad(flat, (0, 1)))

@@ -1,9 +1,6 @@
-"""Train a flow between sets of points: digits as clouds, in the plane, on the sphere or on the flat torus.
+"""Train a flow between sets of points on the sphere: handwritten digits of scikit-learn as clouds.
 
-The clouds are drawn from scikit-learn's handwritten digits, which need no download. Points of the noise are paired with
-points of the digits by optimal transport. During training, the distance between generated and held-out clouds is
-measured, and the share of clouds that a classifier recognises as the requested digit. Needs
-`pip install -e ".[points]"`.
+Previews show generated clouds during training. Needs `pip install -e ".[points]"`.
 """
 
 from rectified_flow.cli.programs import run
@@ -14,60 +11,36 @@ if __name__ == "__main__":  # before the rest, which is imported by its name
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 from accelerate.utils import set_seed
 
-from cloud_distances import Distances
-from digits import DIGITS, PICTURES, Digits
-from point_clouds import Points
+from digits import Digits
 from rectified_flow import Trainer, TrainingConfig
 from rectified_flow.cli.build import join
 from rectified_flow.cli.config import ProgramConfig
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import AtLeastTwo, Flags, Fraction, NonNegative, Positive, recorded
-from rectified_flow.system.machine import require_memory
-from riemannian import PointCoupling, RiemannianFlow
+from rectified_flow.flags import Flags, Positive, Probability, recorded
 from set_transformer import HEAD, SetTransformer
+from sphere import Points, SphereFlow
 
 
 @dataclass(frozen=True)
 class CloudConfig(Flags):
     """The clouds and the network."""
 
-    geometry: Literal["plane", "sphere", "torus"] = "plane"
-    """Where the points are."""
-    points: AtLeastTwo = 48
-    """Largest number of points of a cloud; the smallest is half of it."""
-    point_coupling: PointCoupling = "drawn"
-    """Coupling of the points of a cloud with those of its noise."""
-    coupling: Literal["independent", "ot"] = "independent"
-    """Coupling of clouds with noise: independent, or the best match over the global batch."""
-    condition_dropout: Fraction = 0.1
+    points: Positive = 48
+    """Number of points of a cloud."""
+    condition_dropout: Probability = 0.1
     """Share of clouds that are trained without their digit, for guidance."""
     width: Positive = 96
     """Channels of a point."""
     layers: Positive = 3
     """Layers of attention."""
-    guidance_scale: NonNegative = 1.0
-    """Guidance scale of the measured clouds."""
-    measure_every: Positive = 500
-    """Steps between measurements."""
-    measured_clouds: Positive = 100
-    """Measured clouds, a multiple of 10."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.width % HEAD != 0:
             raise UsageError(f"--width is {self.width}; it must be a multiple of {HEAD}")
-        if self.measured_clouds % DIGITS != 0 or self.measured_clouds > 500:
-            raise UsageError(
-                f"--measured_clouds is {self.measured_clouds}; it must be a multiple of {DIGITS}, at most 500"
-            )
-        clouds, numbers = f"{PICTURES} clouds of --points {self.points}", 3 * 4  # coordinates and weight, float32
-        require_memory(PICTURES * self.points * numbers, clouds, "lower --points")
-        network = f"a network of --width {self.width} and --layers {self.layers}"
-        require_memory(16 * 16 * self.layers * self.width**2, network, "lower one of the two")
 
 
 @dataclass(frozen=True)
@@ -84,7 +57,6 @@ class CloudFlags:
             lr_warmup_steps=100,
             lr_decay="cosine",
             ema_decay=0.995,
-            num_samples=0,
             output_dir=Path("runs/point-clouds"),
         )
     )
@@ -95,15 +67,7 @@ def train(flags: CloudFlags) -> bool:
     """Train, and return whether the run finished."""
     join(flags)
     set_seed(flags.run.seed)
-    clouds = flags.clouds
-    digits = Digits(clouds.geometry, clouds.points)
-    distances = Distances(digits, clouds.measured_clouds, clouds.measure_every, clouds.guidance_scale)
-    training = distances.training
-    flow = RiemannianFlow(
-        SetTransformer(digits.geometry, training.conditions, clouds.width, clouds.layers),
-        space=Points(digits.geometry),
-        point_coupling=clouds.point_coupling,
-        coupling=clouds.coupling,
-        condition_dropout=clouds.condition_dropout,
-    )
-    return Trainer(flow, training, flags.run, callbacks=[distances], flags=recorded(flags)).train()
+    digits = Digits(flags.clouds.points)
+    network = SetTransformer(digits.conditions, flags.clouds.width, flags.clouds.layers)
+    flow = SphereFlow(network, space=Points(), condition_dropout=flags.clouds.condition_dropout)
+    return Trainer(flow, digits, flags.run, flags=recorded(flags)).train()

@@ -1,158 +1,133 @@
-"""A folder of clips with captions: videos, or folders of frames."""
+"""A folder of clips with captions, encoded once by all processes together into a store in the cache."""
 
-import json
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from math import inf
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from accelerate import PartialState
+from einops import rearrange
 from PIL import Image, ImageOps
 from torch import Tensor
 
+from rectified_flow import LatentDataset
+from rectified_flow.data import fill
+from rectified_flow.data.build import default_cache_dir
+from rectified_flow.data.store import LATENTS_FILE, StoreWriter
+from rectified_flow.distributed.collectives import on_main
 from rectified_flow.errors import UsageError, first_line
-from rectified_flow.system.files import printable
-from rectified_flow.system.pictures import IMAGE_SUFFIXES, open_picture
+from rectified_flow.system.files import prepare_folder, printable
+from wan import TEXT_TOKENS, Wan
 
-VIDEO_SUFFIXES = frozenset({".mp4", ".webm", ".gif", ".mov", ".mkv"})
-METADATA_FILE, CAPTION_FILE = "metadata.jsonl", "caption.txt"
-CAPTION_KEYS = ("text", "caption", "prompt")
+VIDEO_SUFFIXES = (".gif", ".mkv", ".mov", ".mp4", ".webm")
+TEXT_FILE = "text.float16"
 
 
 @dataclass(frozen=True)
 class Clip:
-    """A video file or a folder of frames, and its caption."""
+    """A video file and its caption."""
 
     path: Path
     caption: str
 
-    def decode(self, frames: int, height: int, width: int, fps: float) -> Tensor:
+    def decode(self, frames: int, height: int, width: int) -> Tensor:
         """Return the first frames, uint8 ``[f, 3, h, w]``, resized to cover the size and cropped to the centre.
-
-        Args:
-            frames: number of frames.
-            height: height of a frame [px].
-            width: width of a frame [px].
-            fps: frames per second; of a faster video, some are left out. All frames of a folder are used.
 
         Raises:
             UsageError: if the clip cannot be read, or is too short.
         """
-        if not self.path.is_dir():
-            import av  # noqa: F401, a missing package is no broken clip
+        import av
+
         taken: list[np.ndarray[tuple[int, ...], np.dtype[np.uint8]]] = []
         try:
-            for image in _frames(self.path, fps):
-                fitted = ImageOps.fit(image.convert("RGB"), (width, height), Image.Resampling.LANCZOS)
-                taken.append(np.asarray(fitted))
-                if len(taken) == frames:
-                    break
+            with av.open(self.path) as container:
+                for frame, _ in zip(container.decode(video=0), range(frames), strict=False):
+                    image = frame.to_image().rotate(frame.rotation, expand=True)
+                    taken.append(np.asarray(ImageOps.fit(image, (width, height), Image.Resampling.LANCZOS)))
         except Exception as error:  # every decoder fails in its own way
             raise UsageError(f"clip {printable(self.path)} cannot be read ({first_line(error)}): remove it") from error
         if len(taken) != frames:
             raise UsageError(
-                f"clip {printable(self.path)} has {len(taken)} frames at {fps:g} frames per second, fewer than "
-                f"--frames {frames}: remove it, or lower --frames"
+                f"clip {printable(self.path)} has {len(taken)} frames, fewer than --frames {frames}: remove it, or "
+                "lower --frames"
             )
         return torch.from_numpy(np.stack(taken)).permute(0, 3, 1, 2)
 
 
 def find_clips(folder: Path) -> list[Clip]:
-    """Return all clips below ``folder``.
-
-    The caption of a clip is in ``metadata.jsonl`` (rows with ``file_name`` and ``text``, ``caption`` or ``prompt``), in
-    a file beside the clip with the suffix ``.txt``, or in ``caption.txt`` in the clip's folder.
+    """Return all clips below ``folder``, each with the caption in the ``.txt`` file of the same name.
 
     Raises:
-        UsageError: if the folder has no clips, a clip has no caption, or a caption cannot be read.
+        UsageError: if the folder has no clips, or a clip has no caption.
     """
-    if not folder.is_dir():
-        raise UsageError(f"--dataset_path {folder} is not a folder: choose another path")
-    listed = _listed_captions(folder / METADATA_FILE)
-    clips = [Clip(path, listed.get(path.resolve()) or _caption_beside(path)) for path in _paths(folder)]
-    kinds = ", ".join(sorted(suffix[1:] for suffix in VIDEO_SUFFIXES))
+    clips = list(_clips(folder))
     if not clips:
-        raise UsageError(
-            f"--dataset_path {folder} contains no clips ({kinds}, or folders of frames): choose another folder"
-        )
+        kinds = ", ".join(suffix[1:] for suffix in VIDEO_SUFFIXES)
+        raise UsageError(f"--dataset_path {folder} contains no clips ({kinds}): choose another folder")
     return clips
 
 
-def clips_fingerprint(clips: Sequence[Clip], *, times: bool) -> str:
-    """Hash the captions, names and sizes of clips; with ``times``, also the times of their files."""
-    digest = blake2b(digest_size=16)
-    for clip in clips:
-        for file in sorted(clip.path.iterdir()) if clip.path.is_dir() else [clip.path]:
-            stat = file.stat()
-            digest.update(repr((file.name, stat.st_size, stat.st_mtime_ns if times else 0)).encode())
-        digest.update(clip.caption.encode())
-    return digest.hexdigest()
-
-
-def _paths(folder: Path) -> Iterator[Path]:
-    """Yield videos, and folders with pictures but without videos, in order."""
-    for path in sorted(folder.iterdir()):
-        if path.name.startswith("."):
-            continue
-        if path.suffix.lower() in VIDEO_SUFFIXES:
-            yield path
-        elif path.is_dir():
-            yield from [*_paths(path)] or ([path] if _pictures(path) else [])
-
-
-def _pictures(folder: Path) -> list[Path]:
-    """Return the pictures of a folder in the order of the numbers in their names: 10 follows 9."""
-    pictures = [path for path in folder.iterdir() if path.suffix.lower() in IMAGE_SUFFIXES]
-    parts = {path: re.split(r"(\d+)", path.name) for path in pictures}
-    return sorted(pictures, key=lambda path: [int(part) if part.isdecimal() else part for part in parts[path]])
-
-
-def _frames(path: Path, fps: float) -> Iterator[Image.Image]:
-    if path.is_dir():
-        for file in _pictures(path):
-            with open_picture(file) as image:
-                yield image
-        return
-    import av
-
-    with av.open(path) as container:
-        if not container.streams.video:
-            raise ValueError("it has no video stream")
-        due = -inf
-        for frame in container.decode(video=0):
-            time = frame.time or 0.0
-            if frame.time is None or time >= due - 1e-3:
-                yield frame.to_image().rotate(frame.rotation, expand=True)
-                due = (due if time < due + 1 / fps else time) + 1 / fps  # after a gap, from there on
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{printable(path)} cannot be read ({first_line(error)}): correct or remove it") from error
-
-
-def _listed_captions(path: Path) -> dict[Path, str]:
-    """Return the captions of a metadata file by clip."""
-    captions = {}
-    for number, row in enumerate(_read(path).splitlines() if path.exists() else [], start=1):
+def _clips(folder: Path) -> Iterator[Clip]:
+    for path in sorted(path for path in folder.rglob("*") if path.suffix.lower() in VIDEO_SUFFIXES):
         try:
-            entry = json.loads(row)
-            text = next(entry[key] for key in CAPTION_KEYS if isinstance(entry.get(key), str))
-            captions[(path.parent / entry["file_name"]).resolve()] = text
-        except (ValueError, KeyError, TypeError, AttributeError, StopIteration) as error:
-            raise UsageError(f"line {number} of {path} has no file_name and text: correct or remove it") from error
-    return captions
+            yield Clip(path, path.with_suffix(".txt").read_text().strip())
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(
+                f"the caption of clip {printable(path)} cannot be read ({first_line(error)}): write it into "
+                f"{path.with_suffix('.txt').name}"
+            ) from error
 
 
-def _caption_beside(path: Path) -> str:
-    own = path.with_suffix(".txt")
-    shared = (path if path.is_dir() else path.parent) / CAPTION_FILE
-    found = [file for file in (own, shared) if file.exists()]
-    if not found:
-        raise UsageError(f"clip {printable(path)} has no caption: write one into {own.name}")
-    return _read(found[0]).strip()
+class ClipDataset(LatentDataset):
+    """Encoded clips: ``latents`` float16 ``[1, 2, c, f, h, w]`` and ``text`` float16 ``[tokens, d]``.
+
+    The last row of the store has the empty caption and no clip.
+    """
+
+    def __len__(self) -> int:
+        return super().__len__() - 1
+
+    @property
+    def empty(self) -> Tensor:
+        """The embedding of the empty caption."""
+        return torch.from_numpy(self.entries["text"][len(self)].astype(np.float32))
+
+
+def encode_clips(wan: Wan, clips: Sequence[Clip], cache_dir: Path | None, state: PartialState) -> ClipDataset:
+    """Encode all clips and captions, unless an earlier run has done so. This is a collective.
+
+    Raises:
+        UsageError: if a clip cannot be read, or is too short, or the cache cannot be written.
+        RunError: if the disk is full.
+    """
+    shape = wan.space.shape or ()
+    contents = [
+        (each.caption, each.path.name, each.path.stat().st_size, each.path.stat().st_mtime_ns) for each in clips
+    ]
+    key = on_main(state, lambda: blake2b(repr((contents, wan.size, wan.model)).encode(), digest_size=8).hexdigest())
+    folder = prepare_folder("cache_dir", cache_dir or default_cache_dir())
+    rows = {LATENTS_FILE: (1, 2, *shape), TEXT_FILE: (TEXT_TOKENS, int(wan.text_dim))}
+    writer = StoreWriter(folder / f"clips-{key}", len(clips) + 1, rows, "clips")
+
+    @torch.no_grad()
+    def encode(numbers: Sequence[int]) -> dict[str, Tensor]:
+        [number] = numbers
+        clip = clips[number] if number < len(clips) else None
+        latents = torch.zeros(1, 1, 2, *shape)
+        if clip is not None:
+            pixels = rearrange(clip.decode(*wan.size).to(wan.device).float() / 127.5 - 1, "f c h w -> 1 c f h w")
+            distribution = wan.vae.encode(pixels).latent_dist
+            latents = torch.stack((distribution.mean, distribution.std), dim=1)[:, None]
+        return {LATENTS_FILE: latents.half(), TEXT_FILE: wan.embed(clip.caption if clip else "").half()}
+
+    def finish() -> None:
+        latents: dict[str, Any] = {
+            "autoencoder": type(wan.vae).__name__, "pictures": key, "mean": wan.space.mean, "std": wan.space.std
+        }  # fmt: skip
+        writer.complete(np.full(writer.length, -1), source="clips", image_size=wan.size[1], latents=latents)
+
+    fill.encode(writer, state, encode, finish, batch_size=1)
+    return ClipDataset(writer.path)
