@@ -178,8 +178,6 @@ class TrainProgramConfig(ProgramConfig):
     """Then distil the run to a one-step generator in OUTPUT_DIR/one-step; each gets half of the budget."""
     dry_run: Annotated[bool, flag(recorded=False)] = False
     """Check the flags, print the plan of the run with its time and memory, and exit."""
-    verbose: Annotated[bool, flag(recorded=False, needs="dry_run")] = False
-    """Print all flags with --dry_run, too."""
     look: Annotated[bool, flag(recorded=False)] = False
     """Open and describe the pictures, write some as the network sees them to OUTPUT_DIR/look.png, and exit."""
 

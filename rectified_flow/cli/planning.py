@@ -259,12 +259,10 @@ def print_speed(config: TrainConfig, length: int, conditions: ConditionSpecs, sp
 
 
 def print_dry_run(config: TrainConfig, flow: Flow, length: int) -> None:
-    """Print the size of a run, and with ``--verbose`` all flags."""
+    """Print the size of a run."""
     accelerator = build_accelerator(config.run)
     data = f"{config.data.dataset_path or config.data.dataset} at {config.data.framing.size_text} px"
     accelerator.print(summarize(config.run, accelerator, flow, data, length))
-    for name, value in plain(config).items() if config.program.verbose else ():
-        accelerator.print(f"{name:<28} {value}")
 
 
 def chooses_network(config: TrainConfig) -> bool:

@@ -6,7 +6,6 @@ itself imports no other package: until :func:`run` handles errors and signals, e
 
 import atexit
 import difflib
-import errno
 import os
 import sys
 import time
@@ -25,14 +24,6 @@ LEAVING_TIMEOUT, EXPLAINING_TIMEOUT = 10.0, 5.0
 """Seconds that an exiting process waits for the other processes, and for the error message of rank 0."""
 DISTRIBUTIONS = {"PIL": "pillow", "ot": "pot", "sklearn": "scikit-learn"}
 """Names of packages for pip, where they differ from those in Python."""
-REMEDIES = {
-    "change its rights": (errno.EACCES, errno.EPERM),
-    "choose another path": (errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP),
-    "check the disk": (errno.EIO, errno.ESTALE),
-    "make room": (errno.ENOSPC, errno.EDQUOT),
-    "raise the limit of open files (ulimit -n)": (errno.EMFILE, errno.ENFILE),
-}
-"""Errors of the operating system that can occur wherever a file is used, by their remedy."""
 
 
 def run(main: str, config_class: str, description: str | None) -> None:
@@ -123,11 +114,9 @@ def _describe(error: Exception) -> str:
         return f"{rank}out of memory ({first_line(error)}): lower --batch_size, or end other programs that use it"
     if "DistError" in kinds or ("RuntimeError" in kinds and "gloo" in str(error)):
         return f"{rank}lost the connection to another process, which ended or hangs ({first_line(error)})"
-    if isinstance(error, OSError) and error.filename is not None:
-        file = error.filename2 or error.filename  # if renaming failed, the new name
-        for remedy, numbers in REMEDIES.items():
-            if error.errno in numbers:
-                return f"{_program()}: {rank}{file}: {error.strerror}; {remedy}"
+    # If renaming failed, the new name. A missing file is a fault of this package.
+    if isinstance(error, OSError) and error.filename is not None and not isinstance(error, FileNotFoundError):
+        return f"{_program()}: {rank}{error.filename2 or error.filename}: {error.strerror}"
     return rank + "".join(traceback.format_exception(error))
 
 

@@ -172,7 +172,7 @@ def prune(newest: Path, keep: int, total_steps: int | None = None) -> None:
             continue
         try:
             remove(each, CHECKPOINT)
-        except UsageError as error:
+        except (OSError, UsageError) as error:
             tqdm.write(f"warning: {error}")
 
 

@@ -36,11 +36,10 @@ class BackgroundSaver:
 
     Args:
         config: the run's flags.
-        draw: called before each checkpoint is written, to draw the loss plot.
     """
 
-    def __init__(self, config: TrainingConfig, draw: Callable[[], object]) -> None:
-        self.config, self.draw = config, draw
+    def __init__(self, config: TrainingConfig) -> None:
+        self.config = config
         self._thread = ThreadPoolExecutor(1, "saver")
         self._writing: Future[Path | None] | None = None
         self._problem = ""
@@ -51,24 +50,12 @@ class BackgroundSaver:
         self,
         step: int,
         tensors: Tensors,
-        documents: Mapping[str, Any],
-        *,
-        total_steps: int | None = None,
-        best: bool = False,
-        prune: bool = True,
+        write: Callable[[Tensors], Path],
     ) -> None:
-        """Copy the tensors, and write the checkpoint in the background.
+        """Copy the tensors, and call ``write`` with the copies in the background.
 
         If the disk is still busy with the previous checkpoint after half of the run's rank timeout, this one is left
         out, because the other ranks wait and would time out.
-
-        Args:
-            step: optimizer steps made.
-            tensors: named tensors by file.
-            documents: plain data by file name.
-            total_steps: number of steps of the whole run, which determines the early checkpoint that is kept.
-            best: point the name ``best`` to the checkpoint.
-            prune: remove older checkpoints afterwards, as the config says.
         """
         try:
             self.wait(self.config.rank_timeout / 2)
@@ -81,7 +68,7 @@ class BackgroundSaver:
             file: {name: self._copy(file, name, value) for name, value in of.items()} for file, of in tensors.items()
         }
         self._problem = ""
-        self._writing = self._thread.submit(self._write, step, copies, documents, total_steps, best, prune)
+        self._writing = self._thread.submit(self._write, step, copies, write)
 
     def wait(self, seconds: float | None = None) -> Path | None:
         """Wait for the checkpoint in writing, and return its path; None if there is none, or writing it failed.
@@ -113,29 +100,14 @@ class BackgroundSaver:
             self._copies[file, name] = torch.empty_like(value, device="cpu", memory_format=torch.contiguous_format)
         return self._copies[file, name].copy_(value)
 
-    def _write(
-        self,
-        step: int,
-        tensors: Tensors,
-        documents: Mapping[str, Any],
-        total_steps: int | None,
-        best: bool,
-        prune: bool,
-    ) -> Path | None:
-        folder = self.config.checkpoints
-        self.draw()
+    def _write(self, step: int, tensors: Tensors, write: Callable[[Tensors], Path]) -> Path | None:
         try:
-            path = checkpoint.save(folder, step, tensors, documents, best=best)
+            return write(tensors)
         except Exception as error:  # a full disk is an OSError in one library and a SafetensorError in another
+            folder = self.config.checkpoints
             tqdm.write(f"warning: could not save step {step} to {folder} ({error}); the previous checkpoint is kept")
             self._problem = first_line(error)
             return None
-        try:
-            if prune:
-                checkpoint.prune(path, self.config.keep_checkpoints, total_steps)
-        except (OSError, UsageError) as error:
-            tqdm.write(f"warning: older checkpoints of {folder} are kept for now ({error})")
-        return path
 
 
 class Run:
@@ -238,7 +210,7 @@ class Run:
         checkpoint.set_aside(self.config.checkpoints)
         write_config(self.config.output_dir, self.document)
         self.log = RunLog(self.accelerator, self.config.output_dir, step)
-        self.saver = BackgroundSaver(self.config, self.log.draw_loss)
+        self.saver = BackgroundSaver(self.config)
         self.log.start_trackers(self.document, run_id)
         if self.flow_description is None:
             self.print(f"warning: sample.py cannot build this flow from its checkpoints: {self._undescribed}")
@@ -259,9 +231,16 @@ class Run:
             documents = {CONFIG_FILE: self.document, STATE_FILE: asdict(TrainerFile(**counters, run=self.identity))}
             if self.flow_description is not None:
                 documents[FLOW_FILE] = self.flow_description
-            # After consecutive bad steps the weights may be faulty, so older checkpoints are kept.
-            prune, total_steps = counters["bad_in_a_row"] == 0, self.progress()[1]
-            self.saver.save(step, tensors, documents, total_steps=total_steps, best=best, prune=prune)
+            folder, keep, total_steps = self.config.checkpoints, self.config.keep_checkpoints, self.progress()[1]
+
+            def write(copies: Tensors) -> Path:
+                self.log.draw_loss()
+                path = checkpoint.save(folder, step, copies, documents, best=best)
+                if counters["bad_in_a_row"] == 0:  # otherwise the weights may be faulty
+                    checkpoint.prune(path, keep, total_steps)
+                return path
+
+            self.saver.save(step, tensors, write)
         return self.config.checkpoints / step_name(step)
 
     def finish(self) -> None:

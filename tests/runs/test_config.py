@@ -26,7 +26,7 @@ batch_size global_batch_size train_num_steps num_epochs optimizer optimizer_opti
 lr_decay max_grad_norm mixed_precision use_ema ema_decay seed compile output_dir checkpoint_dir resume save_every
 keep_checkpoints sample_every num_samples sample_steps log_every log_with rank_timeout num_workers
 evaluate_every evaluation_samples feature_network stop_when_memorising
-import interrupted_exit_code config budget extend one_step dry_run verbose look
+import interrupted_exit_code config budget extend one_step dry_run look
 """
 GROUPS = [
     "data options",
@@ -104,7 +104,6 @@ def test_it_is_frozen() -> None:
         ("--source_as start", "--source_as needs --source_path or --degrade: pass both"),
         ("--degrade grey --coupling ot", "--degrade and --coupling exclude each other: pass one"),
         ("--text_tokens 4", "--text_tokens needs --text_encoder: pass both"),
-        ("--verbose", "--verbose needs --dry_run: pass both"),
         ("--learning_rate -1", "--learning_rate is -1.0; it must be above 0"),
         ("--log_every 0", "--log_every is 0; it must be above 0"),
         ("--save_every -1", "--save_every is -1; it must be at least 0"),

@@ -1,8 +1,8 @@
 """Checkpoints are written while the weights go on changing."""
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -12,26 +12,30 @@ from safetensors.torch import load_file
 from rectified_flow.errors import RunError
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
-from rectified_flow.runs.run import BackgroundSaver
+from rectified_flow.runs.run import BackgroundSaver, Tensors
 from tests.patience import PATIENCE
 from tests.ranks import run_on_ranks
 
 
-def test_a_checkpoint_holds_the_weights_of_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def write(run: Path, step: int, may_write: threading.Event | None = None) -> Callable[[Tensors], Path]:
+    """A function that writes a checkpoint of this step, when it may."""
+
+    def save(tensors: Tensors) -> Path:
+        assert may_write is None or may_write.wait(PATIENCE)
+        return checkpoint.save(run / "checkpoints", step, tensors, {})
+
+    return save
+
+
+def test_a_checkpoint_holds_the_weights_of_its_step(tmp_path: Path) -> None:
     """The second save comes while the disk is busy with the first, and uses the same memory for its copy."""
-    disk_is_free, save = threading.Event(), checkpoint.save
-
-    def save_late(*arguments: Any, **settings: Any) -> Path:
-        assert disk_is_free.wait(PATIENCE)
-        return save(*arguments, **settings)
-
-    monkeypatch.setattr(checkpoint, "save", save_late)
-    saver = BackgroundSaver(TrainingConfig(output_dir=tmp_path), draw=lambda: None)
+    disk_is_free = threading.Event()
+    saver = BackgroundSaver(TrainingConfig(output_dir=tmp_path))
     weights = {"weight": torch.zeros(3)}
-    saver.save(1, {checkpoint.MODEL_FILE: weights}, {})
+    saver.save(1, {checkpoint.MODEL_FILE: weights}, write(tmp_path, 1, disk_is_free))
     weights["weight"] += 1
     threading.Timer(0.2, disk_is_free.set).start()
-    saver.save(2, {checkpoint.MODEL_FILE: weights}, {})
+    saver.save(2, {checkpoint.MODEL_FILE: weights}, write(tmp_path, 2, disk_is_free))
     weights["weight"] += 1
     saver.finish()
     saved = [load_file(path / checkpoint.MODEL_FILE) for path in checkpoint.list_checkpoints(tmp_path / "checkpoints")]
@@ -39,25 +43,19 @@ def test_a_checkpoint_holds_the_weights_of_its_step(tmp_path: Path, monkeypatch:
 
 
 def test_a_last_step_that_the_disk_was_too_slow_for_is_a_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    disk_is_free, save = threading.Event(), checkpoint.save
-
-    def save_late(*arguments: Any, **settings: Any) -> Path:
-        assert disk_is_free.wait(PATIENCE)
-        return save(*arguments, **settings)
-
-    monkeypatch.setattr(checkpoint, "save", save_late)
+    disk_is_free = threading.Event()
     config = TrainingConfig(output_dir=tmp_path, rank_timeout=0.1)
-    saver = BackgroundSaver(config, draw=lambda: None)
+    saver = BackgroundSaver(config)
     weights = {checkpoint.MODEL_FILE: {"weight": torch.zeros(3)}}
-    saver.save(1, weights, {})
-    saver.save(2, weights, {})
+    saver.save(1, weights, write(tmp_path, 1, disk_is_free))
+    saver.save(2, weights, write(tmp_path, 2, disk_is_free))
     disk_is_free.set()
     assert capsys.readouterr().out.count("warning: step 2 is not saved") == 1
     with pytest.raises(RunError, match="could not save the last step"):
         saver.finish()
-    saver.save(3, weights, {})
+    saver.save(3, weights, write(tmp_path, 3, disk_is_free))
     assert saver.finish() == config.checkpoints / "step_00000003"
 
 
@@ -71,7 +69,7 @@ def save_with_several_workers(output_dir: Path) -> None:
     weights = {"weight": torch.zeros(256, 256, 3, 3).to(memory_format=torch.channels_last)}
     weights["weight"] += 1  # large enough for both
     before = psutil.Process().num_threads()
-    saver = BackgroundSaver(TrainingConfig(output_dir=output_dir), draw=lambda: None)
-    saver.save(1, {checkpoint.MODEL_FILE: weights}, {})
+    saver = BackgroundSaver(TrainingConfig(output_dir=output_dir))
+    saver.save(1, {checkpoint.MODEL_FILE: weights}, write(output_dir, 1))
     saver.finish()
     assert psutil.Process().num_threads() == before + 1, "more than the thread that writes"
