@@ -251,6 +251,7 @@ def flags_in(document: Mapping[str, Any]) -> dict[str, Any]:
     elif {"run", "flags"} & document.keys():
         former = {**document.get("data", {}), **document.get("run", {}), **document.get("flags", {})}
         flags = {FORMER_FLAGS.get(name, name): value for name, value in former.items() if value is not None}
+        flags |= {} if flags.pop("use_ema", True) else {"ema_decay": 0.0}
     else:
         return dict(document)
     return flags

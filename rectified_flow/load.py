@@ -84,7 +84,7 @@ class Trained:
 
     @property
     def run_folder(self) -> Path:
-        """The folder of the run that wrote the checkpoint, or of a ``--checkpoint_dir`` outside of it."""
+        """The folder of the run that wrote the checkpoint."""
         return self.source.parent.parent if self.source.parent.name == CHECKPOINTS else self.source.parent
 
     def __str__(self) -> str:

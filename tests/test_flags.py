@@ -39,7 +39,7 @@ def given(part: type, flag: str, path: str) -> Any:
 
 def test_all_paths_are_known() -> None:
     assert {name for _, name in FLAGS} >= {
-        *("dataset_path", "cache_dir", "output_dir", "checkpoint_dir", "resume", "checkpoint"),
+        *("dataset_path", "cache_dir", "output_dir", "resume", "checkpoint"),
         *("teacher_dir", "teacher", "init_from", "from_images", "save_pretrained"),
     }
 

@@ -107,7 +107,6 @@ def trained(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("train_oxford.py", f"{TRAIN} --output_dir {{folder}}"),
         ("train_oxford.py", f"{TRAIN} --output_dir {{folder}} --look"),
-        ("train_oxford.py", f"{TRAIN} --output_dir {{new}} --checkpoint_dir {{folder}}"),
         ("train_oxford.py", f"{TRAIN} --output_dir {{new}} --cache_dir {{folder}}"),
         (
             "train_oxford.py",
@@ -276,7 +275,7 @@ def test_links_of_the_users_stay_and_lead_nowhere_else(target: str, pictures: Pa
         if (name, target) == ("checkpoints", "folder"):
             succeeds("train_oxford.py", words)
         else:
-            named = f"--checkpoint_dir {link}" if name == "checkpoints" else f"error: {link}"
+            named = f"--output_dir {link}" if name == "checkpoints" else f"error: {link}"
             assert_refused("train_oxford.py", 1, words, named)
         assert link.is_symlink()
     assert (tmp_path / "file").read_text() == "{}"
@@ -335,7 +334,6 @@ def test_a_screenshot_of_a_page_replaces_no_file_of_the_users(
 TEACHER = "--batch_size 2 --num_samples 0 --train_num_steps 1 --teacher {trained} --teacher_samples 2 --teacher_steps 1"
 WRITERS = {
     "train_oxford.py": (TRAIN, "output_dir"),
-    "train_oxford.py, checkpoints": (f"{TRAIN} --output_dir {{tmp}}/new", "checkpoint_dir"),
     "train_oxford.py, store": (f"{TRAIN} --output_dir {{tmp}}/new", "cache_dir"),
     "train_mean_flow.py": (TEACHER, "output_dir"),
     "train_mean_flow.py, paths": (f"{TEACHER} --output_dir {{tmp}}/new", "teacher_dir"),

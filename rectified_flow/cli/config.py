@@ -245,7 +245,7 @@ def check_folders(run: TrainingConfig, data: Path | None, cache_dir: Path | None
     """Raise a UsageError if a run would write into the folder ``data`` of its training data, which ``flag`` names."""
     if data is None:
         return
-    written = {"output_dir": run.output_dir, "checkpoint_dir": run.checkpoints, "cache_dir": cache_dir}
+    written = {"output_dir": run.output_dir, "cache_dir": cache_dir}
     for name, folder in written.items():
         if folder is not None and Path(realpath(folder)).is_relative_to(realpath(data)):
             raise UsageError(f"--{name} {folder} lies inside --{flag} {data}: choose a folder outside")

@@ -69,7 +69,7 @@ def resolved(config: C) -> tuple[C, bool]:
     state = PartialState()
     begun = on_main(state, lambda: begun_config(config))
     if begun is not None:
-        places = {name: plain(config)[name] for name in ("output_dir", "checkpoint_dir", "resume")}
+        places = {name: plain(config)[name] for name in ("output_dir", "resume")}
         check_method(config, begun)
         given, teacher, of_run = config.given, begun.teacher.teacher, config.teacher.teacher
         if teacher is not None and of_run is not None and teacher.resolve().is_relative_to(of_run.resolve()):

@@ -69,7 +69,7 @@ def one_step_of(config: TrainConfig) -> OneStepConfig:
     """Return the flags of the one-step generator of ``--one_step``: half of the budget, and this machine's flags."""
     run, rules, values = config.run, rules_of(TrainConfig), values_of(config)
     shared = {name: values[name] for name in config.given if rules[name].local and name not in rules_of(RunData)}
-    flags: dict[str, Any] = {"teacher": run.checkpoint_dir or run.output_dir, "output_dir": run.output_dir / "one-step"}
+    flags: dict[str, Any] = {"teacher": run.output_dir, "output_dir": run.output_dir / "one-step"}
     flags |= {"budget": planning.budget_of(config), "seed": run.seed, "dry_run": config.program.dry_run, **shared}
     made = replaced(OneStepConfig(), flags)
     object.__setattr__(made.program, "given", frozenset(flags))

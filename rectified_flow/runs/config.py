@@ -66,18 +66,14 @@ class TrainingConfig(Flags):
         MixedPrecision | None, default_is("the launcher's, else bf16 on a GPU that supports it, else no")
     ] = None
     """Precision of the forward pass."""
-    use_ema: Annotated[bool, flag(shapes_training=True)] = True
-    """Keep a float32 exponential moving average of the weights for sampling."""
     ema_decay: Annotated[Fraction, flag(shapes_training=True)] = 0.9999
-    """Decay of the EMA per optimizer step; early in a run it is lower."""
+    """Decay per step of the float32 EMA of the weights for sampling, lower early in a run; 0 keeps no EMA."""
     seed: Seed = 0
     """Seed of every random draw; the result does not depend on the number of processes."""
     compile: Annotated[bool, flag(shapes_training=True)] = False
     """Compile the loss with torch.compile."""
     output_dir: Annotated[Path, flag(recorded=False)] = Path("runs/rectified-flow")
-    """Folder for the config, metrics, plot and samples."""
-    checkpoint_dir: Annotated[Path | None, flag(recorded=False), default_is("OUTPUT_DIR/checkpoints")] = None
-    """Folder for checkpoints."""
+    """Folder for the config, metrics, plot, samples and checkpoints."""
     resume: Annotated[str, flag(recorded=False)] = "auto"
     """auto: resume from the newest checkpoint, if any; never; or the PATH of a checkpoint or run."""
     save_every: Natural = 1000
@@ -116,12 +112,7 @@ class TrainingConfig(Flags):
     @property
     def checkpoints(self) -> Path:
         """Folder of the checkpoints."""
-        return self.checkpoint_dir or self.output_dir / CHECKPOINTS
-
-    @property
-    def folders(self) -> dict[str, Path]:
-        """Folders of the run by flag; the two may be one folder."""
-        return {"output_dir": self.output_dir, "checkpoint_dir": self.checkpoints}
+        return self.output_dir / CHECKPOINTS
 
     @property
     def origin(self) -> Path | None:

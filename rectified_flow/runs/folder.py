@@ -174,30 +174,27 @@ def prepare_folders(config: TrainingConfig) -> None:
         raise UsageError(
             f"{config_file} is damaged or does not belong to a run: move it away, or choose another --output_dir"
         )
-    folder = prepare_folder("checkpoint_dir", config.checkpoints)
+    folder = prepare_folder("output_dir", config.checkpoints)
     claim(folder, [BEST], ours=any(map(is_artifact, folder.glob("step_*"))))
     for step in config.checkpoints.glob("step_" + "[0-9]" * 8):
         if not any((step / name).is_file() for name in (MANIFEST, "trainer.json")):
             owned_files(step, CHECKPOINT)
 
 
-def lock_folders(config: TrainingConfig, held: ExitStack) -> None:
-    """Create the folders of a run, and lock them until ``held`` closes.
+def lock_folder(config: TrainingConfig, held: ExitStack) -> None:
+    """Create the folder of a run, and lock it until ``held`` closes.
 
-    The operating system releases the locks when the process ends, even if it is killed.
+    The operating system releases the lock when the process ends, even if it is killed.
 
     Raises:
-        UsageError: if the folders cannot be written, or another run holds them.
+        UsageError: if the folder cannot be written, or another run holds it.
     """
     prepare_folders(config)
-    for flag, folder in config.folders.items():
-        if flag == "checkpoint_dir" and folder.resolve() == config.output_dir.resolve():
-            continue
-        status = read_status(folder)
-        writer = "another process" if status is None else f"process {status.pid} on {status.host}"
-        lock, busy = folder / LOCK_FILE, f"{writer} is training in --{flag} {folder}"
-        try:
-            held.enter_context(locked(lock, busy, 0))
-        except BusyError:
-            tqdm.write(f"waiting for another run to release {folder}")
-            held.enter_context(locked(lock, busy, LOCK_TIMEOUT))
+    folder, status = config.output_dir, read_status(config.output_dir)
+    writer = "another process" if status is None else f"process {status.pid} on {status.host}"
+    lock, busy = folder / LOCK_FILE, f"{writer} is training in --output_dir {folder}"
+    try:
+        held.enter_context(locked(lock, busy, 0))
+    except BusyError:
+        tqdm.write(f"waiting for another run to release {folder}")
+        held.enter_context(locked(lock, busy, LOCK_TIMEOUT))

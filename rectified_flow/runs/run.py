@@ -22,7 +22,7 @@ from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.checkpoint import CONFIG_FILE, FLOW_FILE, STATE_FILE, TrainerFile, step_name
 from rectified_flow.runs.config import TrainingConfig
-from rectified_flow.runs.folder import RunState, describe_run, lock_folders, write_config, write_failure, write_status
+from rectified_flow.runs.folder import RunState, describe_run, lock_folder, write_config, write_failure, write_status
 from rectified_flow.runs.log import RunLog
 from rectified_flow.runs.resume import choose_checkpoint, flat, identify_run, precision_name
 from rectified_flow.system.files import writing
@@ -186,8 +186,8 @@ class Run:
             UsageError: if a folder cannot be written, the processes do not share it, or another run holds it.
         """
         with ExitStack() as held:
-            on_main(self.accelerator, lambda: lock_folders(self.config, held))
-            check_shared(self.accelerator, self.config.folders)
+            on_main(self.accelerator, lambda: lock_folder(self.config, held))
+            check_shared(self.accelerator, {"output_dir": self.config.output_dir})
             try:
                 yield
             except BaseException as error:

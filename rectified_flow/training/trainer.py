@@ -131,7 +131,7 @@ class Trainer:
         with torch.no_grad(), self.accelerator.autocast():
             flow.eval()(**moved(Batches(dataset).__getitems__([0]), self.device))
         flow.train(was_training)
-        ema = constant_average(flow, config.ema_decay) if config.use_ema else None
+        ema = constant_average(flow, config.ema_decay) if config.ema_decay else None
         if config.compile:
             # Forward mode does not pass through graphs cut at the borders of gradient buckets.
             torch._dynamo.config.optimize_ddp = False

@@ -31,7 +31,7 @@ FLAGS: dict[str, Any] = {
     "dataset_path": "pictures",
     "dim_mults": [1, 2],
     "use_cfg": True,
-    "use_ema": False,
+    "ema_decay": 0.5,
     "learning_rate": 0.5,
     "num_epochs": 2.5,
     "train_num_steps": None,
@@ -62,11 +62,11 @@ def test_flags_come_from_a_file_and_those_given_override_them(tmp_path: Path, fo
         "flags alone": FLAGS,
     }
     file = write(tmp_path / "config.json", documents[form])
-    config = parse_rectified(f"--config {file} --seed 4 --learning_rate 0.25 --use_ema")
-    assert (config.run.seed, config.run.learning_rate, config.run.use_ema) == (4, 0.25, True)
+    config = parse_rectified(f"--config {file} --seed 4 --learning_rate 0.25 --ema_decay 0.75")
+    assert (config.run.seed, config.run.learning_rate, config.run.ema_decay) == (4, 0.25, 0.75)
     assert (config.run.num_epochs, config.run.train_num_steps) == (2.5, None)
     same = parse_rectified(f"--config={file}")
-    assert (same.run.seed, same.run.learning_rate, same.run.use_ema) == (3, 0.5, False)
+    assert (same.run.seed, same.run.learning_rate, same.run.ema_decay) == (3, 0.5, 0.5)
     assert (config.data.dataset_path, config.network.dim_mults) == (Path("pictures"), (1, 2))
     assert config.network.use_cfg
 
@@ -285,7 +285,7 @@ def test_an_unset_variable_is_not_the_current_folder(words: list[str], flag: str
         parse(TrainConfig, "Train a flow.", words)
 
 
-@pytest.mark.parametrize("flag", ["output_dir", "checkpoint_dir", "cache_dir"])
+@pytest.mark.parametrize("flag", ["output_dir", "cache_dir"])
 @pytest.mark.parametrize("inside", [".", "runs/a", "../pictures/deep"])
 def test_a_run_does_not_write_into_its_own_pictures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: str, inside: str

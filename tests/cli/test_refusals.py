@@ -51,7 +51,6 @@ REFUSALS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("--output_dir {tmp}/new --augment 0.1 --autoencoder haar", "--autoencoder and --augment exclude each other"),
         ("--output_dir {tmp}/new --holdout 0.1 --method reflow --teacher {tmp}/run", "--teacher and --holdout exclude"),
         ("--output_dir {tmp}/file/run", "cannot be written"),
-        ("--output_dir {tmp}/new --checkpoint_dir {tmp}/file/run", "cannot be written"),
     ],
     (TRAIN, PICTURES): [
         ("--use_cfg --dataset_path {paired.data}/to", "--use_cfg needs labels"),
@@ -204,7 +203,6 @@ ON_TWO = [
     (TRAIN, f"{FLOWERS} --batch_sise 4", "Perhaps you meant"),
     (TRAIN, f"{FLOWERS} --mixed_precision fp16", "fp16 needs a GPU"),
     (TRAIN, f"{FLOWERS} --output_dir {{tmp}}/file/run", "cannot be written"),
-    (TRAIN, f"{FLOWERS} --checkpoint_dir /proc", "--checkpoint_dir /proc cannot"),
     (TRAIN, f"{PICTURES} --holdout 0.99", "--holdout 0.99 leaves"),
     (TRAIN, f"{PICTURES} --output_dir {{labels.one}} --dim 16", "of another architecture"),
     (ONE_STEP, f"{PICTURES} --init_from {{labels.one}} --dim 16", "of another architecture"),

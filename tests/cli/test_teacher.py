@@ -93,7 +93,7 @@ def test_paths_begin_at_other_noise_than_samples(paths: StoreDataset) -> None:
 
 def test_a_teacher_is_guided_by_its_early_checkpoint(tmp_path: Path) -> None:
     """The paths are those of autoguidance; a teacher without an early checkpoint is refused."""
-    run = {"train_num_steps": 8, "save_every": 1, "use_ema": False, "lr_warmup_steps": 0, "learning_rate": 1e-2}
+    run = {"train_num_steps": 8, "save_every": 1, "ema_decay": 0, "lr_warmup_steps": 0, "learning_rate": 1e-2}
     teacher = train_teacher(tmp_path / "teacher", **run)
     PartialState()
     config, _ = resolved(taught(teacher, tmp_path / "run", guidance_scale=1, autoguidance=1.5, teacher_samples=64))

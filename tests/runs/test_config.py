@@ -23,7 +23,7 @@ teacher teacher_samples teacher_steps teacher_dir autoguidance
 source_path paired skip_unpaired degrade source_as source_noise
 condition_on condition_types text_encoder text_tokens
 batch_size global_batch_size train_num_steps num_epochs optimizer optimizer_options learning_rate lr_warmup_steps
-lr_decay max_grad_norm mixed_precision use_ema ema_decay seed compile output_dir checkpoint_dir resume save_every
+lr_decay max_grad_norm mixed_precision ema_decay seed compile output_dir resume save_every
 keep_checkpoints sample_every num_samples sample_steps log_every log_with rank_timeout num_workers
 evaluate_every evaluation_samples feature_network stop_when_memorising
 import interrupted_exit_code config budget extend one_step dry_run look
@@ -71,9 +71,8 @@ def test_help_is_grouped_and_names_every_flag(
 
 
 def test_underscores_and_hyphens() -> None:
-    config = parsed("--batch-size 3 --dim_mults 1 2 --no_use_ema --no-horizontal-flip --num_epochs 2")
+    config = parsed("--batch-size 3 --dim_mults 1 2 --no-horizontal-flip --num_epochs 2")
     assert (config.run.batch_size, config.network.dim_mults, config.run.num_epochs) == (3, (1, 2), 2)
-    assert not config.run.use_ema
     assert not config.data.horizontal_flip
 
 
@@ -167,11 +166,6 @@ def test_lengths() -> None:
     assert TrainingConfig().total_steps(batch, 25) == 100_000
     assert TrainingConfig(num_epochs=2).total_steps(batch, 25) == 5
     assert TrainingConfig(num_epochs=0.5).total_steps(batch, 25) == 2
-
-
-def test_folders() -> None:
-    assert TrainingConfig(output_dir=Path("a")).checkpoints == Path("a/checkpoints")
-    assert TrainingConfig(checkpoint_dir=Path("b")).checkpoints == Path("b")
 
 
 @pytest.mark.parametrize(

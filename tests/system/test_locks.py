@@ -17,7 +17,7 @@ from rectified_flow.errors import UsageError
 from rectified_flow.load import RESULTS_FILE
 from rectified_flow.runs import folder
 from rectified_flow.runs.config import TrainingConfig
-from rectified_flow.runs.folder import lock_folders, write_status
+from rectified_flow.runs.folder import lock_folder, write_status
 from rectified_flow.system.files import locked
 from tests.patience import PATIENCE
 
@@ -60,7 +60,7 @@ def said_by_nobody(action: Callable[..., str], *arguments: object) -> str:
 def claim(path: Path) -> str:
     try:
         with ExitStack() as held:
-            lock_folders(TrainingConfig(output_dir=path), held)
+            lock_folder(TrainingConfig(output_dir=path), held)
         return "claimed"
     except (UsageError, PermissionError) as error:
         return str(error)
@@ -80,7 +80,7 @@ def shared() -> Iterator[Path]:
 def test_another_user_does_not_train_beside_a_run(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder, "LOCK_TIMEOUT", 0.1)
     with ExitStack() as held:
-        lock_folders(TrainingConfig(output_dir=shared), held)
+        lock_folder(TrainingConfig(output_dir=shared), held)
         write_status(shared, "running", 1, 2)
         assert said_by_nobody(claim, shared).startswith(f"process {os.getpid()} on ")
     assert said_by_nobody(claim, shared) == "claimed"

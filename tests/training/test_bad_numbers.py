@@ -170,7 +170,7 @@ def train_with_loss_scale(output_dir: Path, dataset: ImageDataset, bad: tuple[in
         return accelerator
 
     setattr(module, "build_accelerator", with_scaler)  # noqa: B010 -- in this process only
-    config = tiny_config(output_dir, train_num_steps=STEPS, num_samples=0, log_every=2, use_ema=True)
+    config = tiny_config(output_dir, train_num_steps=STEPS, num_samples=0, log_every=2)
     trainer = build(config, dataset, "loss", bad)
     trainer.train()
     state = trainer.state
@@ -191,14 +191,14 @@ def test_a_loss_scale_that_is_too_large_is_no_bad_number(tmp_path: Path, flowers
     assert rows[-1]["learning_rate"] == pytest.approx(1e-3 * min(1, counters["updates"] / 5))
 
 
-@pytest.mark.parametrize("use_ema", [True, False])
-def test_weights_that_exploded_are_not_saved(tmp_path: Path, flowers: ImageDataset, use_ema: bool) -> None:
+@pytest.mark.parametrize("decay", [0.9, 0])
+def test_weights_that_exploded_are_not_saved(tmp_path: Path, flowers: ImageDataset, decay: float) -> None:
     def schedule(updates: int, _total: int) -> float:
         return 1e33 if updates == 3 else 1.0
 
     config = tiny_config(
         tmp_path, train_num_steps=STEPS, num_samples=0, save_every=1, keep_checkpoints=2, max_grad_norm=0,
-        log_every=100, use_ema=use_ema,
+        log_every=100, ema_decay=decay,
     )  # fmt: skip
     with pytest.raises(RunError, match=r"exploded by step 4 .* not saved") as problem:
         build_trainer(config, flowers, lr_schedule=schedule).train()

@@ -153,7 +153,7 @@ def test_a_run_leaves_its_files(runs: Runs) -> None:
     output_dir = runs.straight(2)
     left = {str(path.relative_to(output_dir)) for path in output_dir.rglob("*") if path.is_file()}
     tensors = ["model.safetensors", "ema.safetensors", "optimizer.safetensors"]
-    expected = {"config.json", "metrics.jsonl", "loss.png", "status.json", ".lock", "checkpoints/.lock"}
+    expected = {"config.json", "metrics.jsonl", "loss.png", "status.json", ".lock"}
     expected |= {RECORD, f"checkpoints/{RECORD}", f"samples/{RECORD}"}
     for step in ("step_00000010", "step_00000020"):
         expected |= {f"samples/{step}.png"}

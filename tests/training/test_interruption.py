@@ -115,9 +115,7 @@ def hold_folder(output_dir: Path, dataset: ImageDataset) -> str:
     """Train while a second run tries the same folder."""
     folder.LOCK_TIMEOUT = 0.2  # type: ignore[attr-defined]
     first: Trainer = build_trainer(tiny_config(output_dir, train_num_steps=2), dataset)
-    second: Trainer = build_trainer(
-        tiny_config(output_dir.parent / "b", train_num_steps=2, checkpoint_dir=first.config.checkpoints), dataset
-    )
+    second: Trainer = build_trainer(tiny_config(output_dir, train_num_steps=2), dataset)
     with first.run.locked():
         first.run.write_status(running=True)
         with pytest.raises(UsageError) as problem:
@@ -129,7 +127,7 @@ def hold_folder(output_dir: Path, dataset: ImageDataset) -> str:
 
 def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path, flowers: ImageDataset) -> None:
     [sentence] = run_on_ranks(1, hold_folder, tmp_path / "a", flowers)
-    assert "is training in --checkpoint_dir" in sentence
+    assert "is training in --output_dir" in sentence
     assert "choose another folder" in sentence
 
 

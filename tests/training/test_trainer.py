@@ -223,20 +223,16 @@ def test_num_workers_do_not_change_the_run(tmp_path: Path, flowers: ImageDataset
 
 
 def test_without_average_the_weights_are_sampled(tmp_path: Path, flowers: ImageDataset) -> None:
-    run_on_ranks(1, train, tiny_config(tmp_path, train_num_steps=2, use_ema=False), flowers)
+    run_on_ranks(1, train, tiny_config(tmp_path, train_num_steps=2, ema_decay=0), flowers)
     assert (tmp_path / "samples/step_00000002.png").exists()
     assert not (tmp_path / "checkpoints/step_00000002/ema.safetensors").exists()
 
 
-def test_one_folder_for_output_and_checkpoints(tmp_path: Path, flowers: ImageDataset) -> None:
-    run_on_ranks(1, train, tiny_config(tmp_path, train_num_steps=2, num_samples=0, checkpoint_dir=tmp_path), flowers)
-    assert (tmp_path / "step_00000002/manifest.json").exists()
-
-
 def test_old_metrics_are_kept_when_a_run_starts_anew(tmp_path: Path, flowers: ImageDataset) -> None:
-    for name in ("a", "b"):
-        config = tiny_config(tmp_path, train_num_steps=4, num_samples=0, checkpoint_dir=tmp_path / name)
+    config = tiny_config(tmp_path, train_num_steps=4, num_samples=0)
+    for number in range(2):
         run_on_ranks(1, train, config, flowers)
+        (tmp_path / "checkpoints").rename(tmp_path / f"moved-{number}")
     assert len(metrics(tmp_path)) == 1
     assert (tmp_path / "metrics.old.jsonl").exists()
 
