@@ -142,15 +142,6 @@ def test_training_starts_from_the_teacher(teacher: Path, paths: StoreDataset, tm
     assert after.sample(2, labels=torch.tensor([0, 1])).shape == (2, 3, 8, 8)
 
 
-def test_a_run_resumes_when_its_teacher_is_gone(teacher: Path, tmp_path: Path) -> None:
-    mine = tmp_path / "teacher"
-    shutil.copytree(teacher, mine)
-    run_on_ranks(1, learn, mine, tmp_path / "run", None, 3)
-    shutil.rmtree(mine)
-    run_on_ranks(1, learn, mine, tmp_path / "run", None, 6)
-    assert list(losses(tmp_path / "run")) == [3, 6]
-
-
 def test_a_teacher_must_predict_the_velocity_and_know_classes_to_guide(tmp_path: Path) -> None:
     clean = train_teacher(tmp_path / "clean", prediction="clean")
     flags = f"--teacher {clean} --output_dir {tmp_path / 'run'}"
