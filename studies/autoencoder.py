@@ -29,7 +29,7 @@ from torchmetrics.functional.image import structural_similarity_index_measure
 
 from rectified_flow.evaluation.distances import frechet_distance, kernel_distance
 from rectified_flow.evaluation.features import load_features
-from rectified_flow.spaces.small import SmallNetwork
+from rectified_flow.latents.small import SmallNetwork
 from studies.autoencoder_data import build, crop_photograph
 
 RATE, CRITIC_RATE, WARM_UP, DECAY_SHARE = 2e-3, 3e-4, 300, 0.25
@@ -271,7 +271,7 @@ def report(network: SmallNetwork, flags: Flags) -> None:
     rng = default_rng(0)
     photographs = [Image.open(path).convert("RGB") for path in sorted(flags.others.iterdir())]
     crops = [np.asarray(crop_photograph(photographs[i % len(photographs)], rng)) for i in range(500)]
-    held_out = np.load(flags.output_dir / "held_out.npy", mmap_mode="r")[:500]
+    held_out = np.array(np.load(flags.output_dir / "held_out.npy", mmap_mode="r")[:500])
     figures = {}
     for name, some in (("held out", held_out), ("photographs", np.stack(crops))):
         pictures = to_pictures(some)

@@ -53,7 +53,7 @@ class DataConfig(Flags):
     space_options: Options = ()
     """Arguments of the space; of measurements: value_range, transform, show, channels_last, store_bits."""
     autoencoder: Annotated[str | None, flag(local=True, excludes="augment")] = None
-    """Train on latents: haar (wavelet), folder or hub id of a diffusers autoencoder, or a registered autoencoder."""
+    """Train on latents of small (in the package), haar (wavelet), a diffusers folder or hub id, or a registered one."""
     autoencoder_options: Annotated[Options, flag(needs="autoencoder")] = ()
     """Arguments of a registered autoencoder."""
     horizontal_flip: bool = True

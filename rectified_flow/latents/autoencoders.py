@@ -217,7 +217,8 @@ def _find(source: str) -> tuple[Any, dict[str, Any], str | None]:
             reason = first_line(error)
     else:
         raise UsageError(
-            f"--autoencoder {source} cannot be found ({reason}): pass haar, or the folder or hub id of an autoencoder"
+            f"--autoencoder {source} cannot be found ({reason}): pass small, haar, or the folder or hub id of an "
+            "autoencoder"
         )
     name = str(config.get("_class_name"))
     kind = getattr(diffusers, name, None)
@@ -229,5 +230,7 @@ def _find(source: str) -> tuple[Any, dict[str, Any], str | None]:
 
 
 def open_autoencoder(name: str) -> Autoencoder:
-    """Return the autoencoder that ``--autoencoder`` names: ``haar``, or that of a folder or a hub id."""
-    return Haar() if name == "haar" else PretrainedAutoencoder(name)
+    """Return the autoencoder that ``--autoencoder`` names: ``haar``, ``small``, or that of a folder or a hub id."""
+    from rectified_flow.latents.small import Small  # imports this module
+
+    return {"haar": Haar, "small": Small}[name]() if name in ("haar", "small") else PretrainedAutoencoder(name)
