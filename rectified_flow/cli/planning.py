@@ -90,7 +90,7 @@ def with_recipe(config: TrainConfig, count: int, originals: OriginalInfo | None 
         flags = {name: value for name, value in flags.items() if name not in fixed}
     if flags:
         words = " ".join(command_line(flags))
-        text = f"{words}, for {count:,} pictures; flags override them (docs/small_data.md)"
+        text = f"{words}, for {count:,} pictures; flags override them (docs/budget.md)"
         PartialState().print(line("recipe", text))
     return replaced(config, flags)
 
