@@ -174,15 +174,13 @@ def check_rules(config: Any, given: Collection[str] | None = None) -> None:
 
 def based_on(base: C, config: C, given: Collection[str]) -> C:
     """Return ``base`` with the given flags of ``config``, and without the flags that these exclude or replace."""
-    rules, values, defaults = (
-        rules_of(type(base)),
-        values_of(config),
-        {name: each for name, _, each in _each_flag(base)},
-    )
-    excluded = {
-        other for name in {*given} & rules.keys() for other in f"{rules[name].excludes} {rules[name].replaces}".split()
-    }
-    excluded |= {name for name, rule in rules.items() if {*given} & {*rule.excludes.split()}}
+    rules, values = rules_of(type(base)), values_of(config)
+    defaults = {name: each for name, _, each in _each_flag(base)}
+    known = {*given} & rules.keys()
+    outdated = {other for name in known for other in rules[name].replaces.split()}
+    changed = known & changed_flags(config)  # --holdout 0 excludes nothing, neither here nor in check_rules
+    excluded = {other for name in changed for other in rules[name].excludes.split()} | outdated
+    excluded |= {name for name, rule in rules.items() if changed & {*rule.excludes.split()}}
     flags = {name: defaults[name] for name in excluded} | {name: values[name] for name in {*given} & values.keys()}
     return replaced(base, flags)
 

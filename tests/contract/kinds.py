@@ -167,7 +167,7 @@ class Translation(Kind):
     scores: tuple[str, ...] = ("partner_distance",)
 
 
-TAUGHT = "--teacher {data}/teacher --teacher_samples 24 --teacher_steps 2"
+TAUGHT = "--teacher {data}/teacher --teacher_samples 24 --teacher_steps 2 --holdout 0"
 NO_TEACHER = "--teacher is for pictures"
 NOT_RECTIFIED = "not a RectifiedFlow"
 MEASURED = ("channel_2_wasserstein", "channel_1_spectrum_error_of_real")
