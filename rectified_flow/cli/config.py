@@ -26,7 +26,6 @@ from rectified_flow.flags import (
 )
 from rectified_flow.flows import Coupling, Prediction
 from rectified_flow.runs.config import TrainingConfig
-from rectified_flow.system.machine import require_memory
 
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 """Units of --budget."""
@@ -45,9 +44,9 @@ class NetworkConfig(Flags):
     """Unet, or a registered network."""
     network_options: Options = ()
     """Arguments of the network."""
-    dim: Positive = 64
+    dim: Annotated[int, Interval(gt=0, le=4096)] = 64
     """Channels of the Unet at full resolution."""
-    dim_mults: Annotated[tuple[Positive, ...], Len(1)] = (1, 2, 3, 4)
+    dim_mults: Annotated[tuple[Annotated[int, Interval(gt=0, le=64)], ...], Len(1)] = (1, 2, 3, 4)
     """Channels of each level as multiples of dim; each level halves the side."""
     dropout: Fraction = 0.1
     """Dropout probability inside residual blocks of the Unet."""
@@ -55,14 +54,6 @@ class NetworkConfig(Flags):
     """Train on the labels of subfolders, dropping 10%, so that sampling can be guided (classifier-free guidance)."""
     gradient_checkpointing: Annotated[bool, flag(local=True)] = False
     """Recompute activations in the backward pass instead of keeping them: less memory, more time."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        # A level has at least two blocks down and three up, each of two 3x3 convolutions. A weight has a gradient and
-        # two moments, in float32.
-        weights = sum(2 * (2 + 3) * 9 * (self.dim * mult) ** 2 for mult in self.dim_mults)
-        what = f"a Unet of --dim {self.dim} and --dim_mults {' '.join(map(str, self.dim_mults))}"
-        require_memory(16 * weights, what, "lower one of the two")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from accelerate.utils import set_seed
 from rectified_flow.cli import planning
 from rectified_flow.cli.build import build_flow, choose_flow, choose_network, join
 from rectified_flow.cli.checks import check_sides
-from rectified_flow.cli.config import OneStepConfig, TrainConfig, check_folders, seconds_of
+from rectified_flow.cli.config import OneStepConfig, TrainConfig, check_folders
 from rectified_flow.cli.data import (
     add_source,
     build_space,
@@ -45,7 +45,6 @@ from rectified_flow.runs.folder import describe_run, write_config
 from rectified_flow.runs.resume import check_start
 from rectified_flow.spaces.space import Space
 from rectified_flow.system.terminal import line, lines
-from rectified_flow.training.callbacks import Pace
 from rectified_flow.training.trainer import Callback, Trainer
 
 
@@ -97,7 +96,6 @@ def train_run(config: TrainConfig) -> bool:
     space = build_space(config.data, source=pictures) if space.autoencoder is None else space
     split, distilled = _split(config, pictures), DistillationData.of(config)
     count = len(pictures) if split is None else len(split.training)
-    budget = planning.budget_of(config)
     config = planning.with_plan(config, has_begun, count, pictures.conditions, space)
     check_sides(config, space)
 
@@ -113,8 +111,6 @@ def train_run(config: TrainConfig) -> bool:
         document = describe_run(config.run, describe(flow), pictures, **_records(config))
         on_main(state, lambda: write_config(config.run.output_dir, document))
     rows, callbacks = _open_rows(config, flow, pictures), list[Callback]()
-    if budget is not None:
-        callbacks.append(Pace(seconds_of(budget)))
     if split is None:
         callbacks += build_evaluations(config.evaluation, pictures, seed=config.run.seed)
         preview_data = None if distilled is None else pictures  # distillation data have no texts

@@ -29,8 +29,7 @@ Tracker = Literal["none", "tensorboard", "trackio", "wandb"]
 LrDecay = Literal["none", "cosine", "rsqrt"]
 DEFAULT_BATCH_SIZE = 64
 DEFAULT_TRAIN_NUM_STEPS = 100_000
-LARGEST_STEP = 2**24
-"""Largest number of items of an optimizer step, above which the step would hardly ever end."""
+BatchSize = Annotated[int, Interval(gt=0, le=2**24)]
 CHECKPOINTS = "checkpoints"
 
 
@@ -42,9 +41,9 @@ class TrainingConfig(Flags):
         UsageError: where a value makes no sense, or two exclude each other.
     """
 
-    batch_size: Annotated[Positive | None, default_is("64, or as --global_batch_size implies")] = None
+    batch_size: Annotated[BatchSize | None, default_is("64, or as --global_batch_size implies")] = None
     """Per-process micro-batch size."""
-    global_batch_size: Positive | None = None
+    global_batch_size: BatchSize | None = None
     """Items per optimizer step over all processes; with --batch_size, gradients are accumulated to reach it."""
     train_num_steps: Annotated[Positive | None, default_is("100000")] = None
     """Optimizer steps; excludes --num_epochs."""
@@ -101,11 +100,6 @@ class TrainingConfig(Flags):
             object.__setattr__(self, "resume", str(usable_path("--resume", self.origin)))
         if self.lr_decay == "rsqrt" and self.lr_warmup_steps <= 0:
             raise UsageError("--lr_decay rsqrt needs --lr_warmup_steps above 0, where the decay begins")
-        # Not of all processes, whose number is unknown until they have joined.
-        items = self.global_batch_size or self.batch_size or DEFAULT_BATCH_SIZE
-        if items > LARGEST_STEP:
-            name = "global_batch_size" if self.global_batch_size else "batch_size"
-            raise UsageError(f"a step would train on {items} items; it must be at most {LARGEST_STEP}: lower --{name}")
         if self.log_with == "trackio" and find_spec("trackio") is None:  # Accelerate would log nothing
             raise UsageError("--log_with trackio needs the Python package trackio: pip install trackio")
 

@@ -42,30 +42,19 @@ def free_memory() -> float:
     return psutil.virtual_memory().available / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def require_memory(needed: float, what: str, remedy: str) -> None:
-    """Raise a UsageError if ``what`` needs more than the machine's memory.
-
-    Args:
-        needed: the least memory [bytes].
-        what: the subject of the message.
-        remedy: what to do instead.
-    """
-    _require_room(needed, memory(), "memory, and this machine has", what, remedy)
-
-
 def require_disk(needed: float, folder: Path, what: str, remedy: str) -> None:
     """Raise a UsageError if ``what`` needs more than the free space of ``folder``, which need not exist yet.
 
-    Arguments as in :func:`require_memory`.
+    Args:
+        needed: the least space [bytes].
+        folder: the folder.
+        what: the subject of the message.
+        remedy: what to do instead.
     """
-    with suppress(OSError):  # writing will show it
-        room = shutil.disk_usage(next(each for each in (folder, *folder.absolute().parents) if each.exists())).free
-        _require_room(needed, room, f"disk, and {folder} has room for", what, remedy)
-
-
-def _require_room(needed: float, room: int, place: str, what: str, remedy: str) -> None:
     from tqdm import tqdm  # the command line imports this module
 
-    least, there = (tqdm.format_sizeof(size, "B") for size in (needed, room))
-    if needed > room:
-        raise UsageError(f"{what} would need at least {least} of {place} {there}: {remedy}")
+    with suppress(OSError):  # writing will show it
+        room = shutil.disk_usage(next(each for each in (folder, *folder.absolute().parents) if each.exists())).free
+        least, there = (tqdm.format_sizeof(size, "B") for size in (needed, room))
+        if needed > room:
+            raise UsageError(f"{what} would need at least {least} of disk, and {folder} has room for {there}: {remedy}")

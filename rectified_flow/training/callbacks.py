@@ -1,6 +1,5 @@
-"""Callbacks: measurements at intervals, and a warning about late runs."""
+"""Callbacks that measure something at intervals."""
 
-import time
 from abc import abstractmethod
 from functools import partial
 from typing import Any
@@ -11,41 +10,7 @@ from torch import Tensor
 from rectified_flow.distributed.collectives import map_over_ranks, on_main
 from rectified_flow.errors import RunError, UsageError
 from rectified_flow.system.signals import Interrupted
-from rectified_flow.system.terminal import duration
 from rectified_flow.training.trainer import Callback, Trainer
-
-LATE = 1.1  # predicted time of a run, as a multiple of its budget, above which the user is warned
-
-
-class Pace(Callback):
-    """A callback that warns once if a new run will exceed its budget.
-
-    Args:
-        budget: time planned for the run [s].
-    """
-
-    def __init__(self, budget: float) -> None:
-        self.budget = budget
-        self._began: float | None = None
-        self._first = 0.0
-
-    def on_start(self, trainer: Trainer) -> None:
-        """Start the clock, unless the run resumes."""
-        self._began = time.perf_counter() if trainer.state.step == 0 else None
-
-    def on_step(self, trainer: Trainer) -> None:
-        """Estimate the time of the run after a twentieth of its steps, and warn if it is too long."""
-        now, done, total = time.perf_counter(), trainer.state.step, trainer.total_steps
-        if done == 1:
-            self._first = now  # the first step also allocates memory and may compile
-        if self._began is None or done < max(5, total // 20):
-            return
-        step = (now - self._first) / (done - 1)
-        whole = now - self._began + step * (total - done)
-        if whole > LATE * self.budget:
-            self._began = None
-            text = f"this run will take about {duration(whole)} instead of the planned {duration(self.budget)}"
-            trainer.run.print(f"warning: {text}: stop other programs, or start a new run with a longer --budget")
 
 
 class Measurement(Callback):

@@ -17,7 +17,7 @@ from ema_pytorch import EMA
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from rectified_flow.errors import DamageError, RunError, UsageError
+from rectified_flow.errors import RunError, UsageError
 from rectified_flow.flows.flow import network_of
 from rectified_flow.runs import checkpoint
 
@@ -136,8 +136,6 @@ class TrainingState(checkpoint.Counters):
             raise UsageError(f"{path} was trained by {saved.optimizer}, not {optimizer}: choose another --output_dir")
         self._load_moments(checkpoint.load_tensors(path, OPTIMIZER_FILE) | saved.optimizer_numbers)
         if self.optimizer.scaler is not None and saved.grad_scaler is not None:
-            for key in self.optimizer.scaler.state_dict().keys() - saved.grad_scaler.keys():
-                raise DamageError(f"{path / checkpoint.STATE_FILE} is damaged: the key 'grad_scaler.{key}' is missing")
             self.optimizer.scaler.load_state_dict(saved.grad_scaler)
         for name in COUNTERS:
             setattr(self, name, getattr(saved, name))

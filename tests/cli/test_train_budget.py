@@ -1,10 +1,9 @@
-"""A run in a given time: its plan is fixed when it starts, on any number of processes, and lateness is announced."""
+"""A run in a given time: its plan is fixed when it starts, on any number of processes."""
 
 import json
 from contextlib import redirect_stdout, suppress
 from io import StringIO
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -20,8 +19,6 @@ from rectified_flow.errors import UsageError
 from rectified_flow.flags import flags_in, parse
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.folder import read_config
-from rectified_flow.training import callbacks
-from rectified_flow.training.callbacks import Pace
 from tests.programs import assert_refused, constant_speed
 from tests.ranks import run_on_ranks
 from tests.training.runs import losses
@@ -122,38 +119,6 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(pictures: Path, tmp_path: 
     assert not (tmp_path / "run").exists()
     assert said.index("held out    none of 20 pictures") < said.index("budget      1s") < said.index("warning     ")
     assert said.index("warning     ") < said.index("processes   1 x cpu")
-
-
-class Clock:
-    """A clock that tests set."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def perf_counter(self) -> float:
-        return self.now
-
-
-def warnings_of(monkeypatch: pytest.MonkeyPatch, budget: float, total: int, step: float, first: int = 0) -> list[str]:
-    """Return what a run of ``total`` steps prints whose steps take so many seconds."""
-    clock, said = Clock(), list[str]()
-    monkeypatch.setattr(callbacks, "time", clock)
-    state = SimpleNamespace(step=first)
-    run = SimpleNamespace(print=said.append)
-    trainer: Any = SimpleNamespace(state=state, total_steps=total, run=run)
-    pace = Pace(budget)
-    pace.on_start(trainer)
-    for state.step in range(first + 1, min(total, first + 200) + 1):
-        clock.now += step
-        pace.on_step(trainer)
-    return said
-
-
-def test_a_run_that_will_be_late_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert warnings_of(monkeypatch, budget=100.0, total=100, step=0.9) == []
-    [text] = warnings_of(monkeypatch, budget=100.0, total=100, step=2.0)
-    assert "will take about 3.3 minutes instead of the planned 1.7 minutes" in text
-    assert warnings_of(monkeypatch, budget=100.0, total=100, step=2.0, first=50) == [], "a resumed run has no such time"
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

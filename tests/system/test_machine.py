@@ -18,7 +18,6 @@ from rectified_flow.system.machine import (
     memory,
     processors,
     require_disk,
-    require_memory,
     share_processors,
 )
 
@@ -71,15 +70,6 @@ def test_torch_takes_the_number_of_threads() -> None:
     )
     environment = {name: value for name, value in HOUSE.items() if name != "OMP_NUM_THREADS"}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)
-
-
-@pytest.mark.usefixtures("large")
-def test_what_cannot_fit_is_refused() -> None:
-    require_memory(10**11, "--flag 1", "lower it")
-    with pytest.raises(UsageError, match="would need at least") as refused:
-        require_memory(2 * 10**12, "--flag 1", "lower it")
-    sentence = "--flag 1 would need at least 2.00TB of memory, and this machine has 100GB: lower it"
-    assert str(refused.value) == sentence
 
 
 def test_a_full_memory_is_a_sentence() -> None:

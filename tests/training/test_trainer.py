@@ -270,15 +270,3 @@ def test_epochs_are_counted_in_images_when_the_batch_changes(tmp_path: Path, flo
     assert result["step"] == 3 + (2 * 46 - 3 * 16) // 4
     run_on_ranks(1, train, tiny_config(tmp_path, train_num_steps=2), flowers)
     assert json.loads((tmp_path / "status.json").read_text())["state"] == "finished", "and beyond"
-
-
-def compare_with_average(output_dir: Path, dataset: ImageDataset) -> tuple[bool, bool]:
-    trainer = Trainer(RectifiedFlow(Unet(8, (1, 2), image_size=8)), dataset, tiny_config(output_dir, train_num_steps=2))
-    trainer.train()
-    pairs = zip(trainer.averaged_flow.parameters(), trainer.flow.parameters(), strict=True)
-    sampled = trainer.averaged_flow.sample(2, steps=1)  # type: ignore[operator]
-    return any(not torch.equal(a, b) for a, b in pairs), sampled.shape == (2, 3, 8, 8)
-
-
-def test_the_average_can_be_sampled_from(tmp_path: Path, flowers: ImageDataset) -> None:
-    assert run_on_ranks(1, compare_with_average, tmp_path, flowers) == [(True, True)]
