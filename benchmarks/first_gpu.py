@@ -12,8 +12,6 @@ import contextlib
 import gc
 import io
 import json
-import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -29,15 +27,14 @@ from typing import Any, Literal
 import torch
 import tyro
 from torch import Tensor, nn
-from torch.profiler import DeviceType, ProfilerActivity, profile
 from torchvision.io import write_png
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from turns import describe_machine, forward_flops, multiplication_rate, synchronized
+from turns import describe_machine, synchronized
 
 from rectified_flow.cli import build
-from rectified_flow.cli.config import FlowConfig, NetworkConfig, OneStepConfig, TrainConfig
+from rectified_flow.cli.config import NetworkConfig, OneStepConfig, TrainConfig
 from rectified_flow.cli.data import open_pictures
 from rectified_flow.cli.train import train as run_training
 from rectified_flow.data.config import DataConfig
@@ -49,7 +46,6 @@ from rectified_flow.networks.unet import to_device
 from rectified_flow.randomness import BatchRows, deterministic
 from rectified_flow.runs.checkpoint import load_tensors, resolve
 from rectified_flow.runs.config import TrainingConfig
-from rectified_flow.training.stepper import moved
 from rectified_flow.training.trainer import Trainer
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -62,25 +58,12 @@ BOUNDS: Mapping[Precision, float] = {"float32": 1e-3, "tf32": 2e-2, "bf16": 0.1}
 """Largest relative difference of a loss or gradient from that in float32 on a CPU."""
 LARGEST_CHANGE = 0.05
 """Relative difference of logged values between a run on one process and the same run on two."""
-PICTURES = 300
+PICTURES = 100
 """More than the largest batch."""
 STEPS = 20
 """Of the runs that are compared."""
-QUEUED_CYCLES = 100_000_000
-"""Work for the device, of some 50 ms, behind which a batch is copied."""
-LONGEST_COPY = 5e-3
-"""Seconds that the CPU may take to start that copy."""
 PROGRAM_TIMEOUT = 240.0
 """Seconds until a launched program is killed."""
-ON_A_SHARED_GPU = """
-import runpy, sys, torch
-from rectified_flow.distributed.join import join_processes
-torch.distributed.init_process_group("cpu:gloo,cuda:gloo")
-join_processes().backend = "gloo"  # Accelerate takes it for NCCL, and would gather in a way that gloo may lack
-del sys.argv[0]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-"""Runs a program in a process group of its own: NCCL refuses two ranks on one GPU, and gloo does not."""
 
 
 @dataclass(frozen=True)
@@ -139,11 +122,6 @@ class Bench:
         self.device = join_processes().device
         self.full, self.small = (TINY, TINY) if tiny else (FULL, SMALL)
         self.timed_steps, self.warm_up = (2, 1) if tiny else (20, 5)
-
-    @cached_property
-    def matmul_rate(self) -> float:
-        """Operations a second of large bf16 matrix products."""
-        return multiplication_rate(self.device, torch.bfloat16)
 
     @cached_property
     def undisturbed(self) -> Path:
@@ -213,26 +191,28 @@ def resume(bench: Bench) -> Result:
 
 def launch_with_torchrun(bench: Bench) -> Result:
     """One process of torchrun, with NCCL and DistributedDataParallel."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1"]
-    [(code, output)] = run_together([[*command, *same_run(bench, "torchrun")]], [{}])
-    if code != 0 or "Grad strides do not match" in output:  # a warning of DDP: it would copy each gradient
-        return Result("FAIL", f"exit code {code}: {output[-900:]}")
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "1",
+        "train_oxford.py",
+    ]
+    flags = ["--config", str(bench.undisturbed / "config.json"), "--output_dir", str(bench.folder / "torchrun")]
+    ended = subprocess.run(
+        [*command, *flags],
+        cwd=PROJECT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=PROGRAM_TIMEOUT,
+        check=False,
+    )
+    if ended.returncode != 0 or "Grad strides do not match" in ended.stdout:  # a warning of DDP: it copies gradients
+        return Result("FAIL", f"exit code {ended.returncode}: {ended.stdout[-900:]}")
     return compare_logs(bench.undisturbed, bench.folder / "torchrun")
-
-
-def launch_two_ranks(bench: Bench) -> Result:
-    """Two ranks on this one device, each as if on a machine of its own."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
-    ranks = [{**meeting, "RANK": rank, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} for rank in ("0", "1")]
-    batch_size = ("--batch_size", str(bench.small.batch_size // 2))
-    command = [sys.executable, "-c", ON_A_SHARED_GPU, *same_run(bench, "two-ranks"), *batch_size]
-    ends = run_together([command] * 2, ranks)
-    if any(code for code, _ in ends):
-        return Result("FAIL", "".join(f"exit code {code}: {output[-900:]}" for code, output in ends))
-    return compare_logs(bench.undisturbed, bench.folder / "two-ranks")
 
 
 # Where the CPU waits
@@ -254,55 +234,18 @@ def find_waits(bench: Bench, kind: Kind) -> Result:
     return judge(not waits, f"{len(waits)} in three steps{': ' * bool(places)}{', '.join(places)}")
 
 
-def time_copy(bench: Bench) -> Result:
-    """How long the CPU takes to start the copy of a batch while the GPU has other work."""
-    batch: Batch = next(bench.trainer("rectified", bench.full)._batches())
-    for _ in range(2):  # allocates the page-locked memory
-        moved(batch, bench.device)
-    mine = seconds_behind_work(lambda: moved(batch, bench.device))
-    pageable = seconds_behind_work(lambda: [each.to(bench.device, non_blocking=True) for each in batch.values()])
-    text = f"{mine * 1e3:.2f} ms behind some 50 ms of work; from pageable memory {pageable * 1e3:.2f} ms"
-    return judge(mine < LONGEST_COPY, text)
-
-
 # Speed
 
 
-def count_kernels(bench: Bench, kind: Kind) -> Result:
-    """Kernels and copies of an eager step, and the time in which the GPU is busy with them."""
-    take = stepping(bench.trainer(kind, bench.full))
-    take(bench.warm_up)
-    with profile(activities=[ProfilerActivity.CUDA]) as record:
-        seconds = synchronized(lambda: take(2)) / 2
-    kernels = [each for each in record.events() if each.device_type == DeviceType.CUDA and not each.is_user_annotation]
-    busy = sum(each.time_range.elapsed_us() for each in kernels) / 2e3
-    return Result("figure", f"{len(kernels) // 2} a step, {busy:.1f} ms of {seconds * 1e3:.1f} ms (profiled)")
-
-
-def time_eager(bench: Bench, batch_size: int) -> Result:
-    """Time steps of rectified flow."""
-    size = replace(bench.full, batch_size=batch_size)
-    trainer = bench.trainer("rectified", size)
+def time_eager(bench: Bench, kind: Kind) -> Result:
+    """Time steps without the compiler."""
+    trainer = bench.trainer(kind, bench.full)
     return Result("figure", describe_speed(bench, trainer, time_step(bench, trainer)))
 
 
-def time_mean_flow(bench: Bench) -> Result:
-    """Time steps of mean flow, in steps of rectified flow."""
-    mean, rectified = (time_step(bench, bench.trainer(kind, bench.full)) for kind in reversed(KINDS))
-    return Result("figure", f"{mean * 1e3:.1f} ms a step, {mean / rectified:.2f} steps of rectified flow")
-
-
-def time_preview(bench: Bench) -> Result:
-    """Time a grid of samples."""
-    trainer = bench.trainer("rectified", bench.full)
-    trainer.preview()
-    seconds = synchronized(trainer.preview)
-    return Result("figure", f"{seconds:.2f} s for {trainer.config.num_samples} images")
-
-
-def check_compiled(bench: Bench, kind: Kind, small: bool) -> Result:
+def check_compiled(bench: Bench, kind: Kind) -> Result:
     """Loss and gradient of the compiled flow, with dropout, against those of the eager one; and its speed."""
-    size, began = bench.small if small else bench.full, time.perf_counter()
+    size, began = bench.full, time.perf_counter()
     trainer = bench.trainer(kind, size, compiled=not bench.tiny)
     flow = fill_zeros(trainer.flow)
     assert isinstance(flow, Flow)
@@ -330,16 +273,10 @@ CHECKS: Mapping[str, Check] = {
     "repeat": Check(repeat, 40),
     "resume": Check(resume, 40),
     "torchrun": Check(launch_with_torchrun, 40, needs_gpu=True),  # for NCCL; tests/launch runs torchrun on a CPU
-    "two-ranks": Check(launch_two_ranks, 40),
     **{f"waits-{kind}": Check(partial(find_waits, kind=kind), 30, needs_gpu=True) for kind in KINDS},
-    "copy": Check(time_copy, 10, needs_gpu=True),
-    **{f"kernels-{kind}": Check(partial(count_kernels, kind=kind), 20, needs_gpu=True) for kind in KINDS},
-    **{f"eager-{count}": Check(partial(time_eager, batch_size=count), 20) for count in (64, 256)},
-    "eager-mean": Check(time_mean_flow, 30),
-    "preview": Check(time_preview, 20),
-    **{f"compiled-small-{kind}": Check(partial(check_compiled, kind=kind, small=True), 90) for kind in KINDS},
-    "compiled-rectified": Check(partial(check_compiled, kind="rectified", small=False), 170),
-    "compiled-mean": Check(partial(check_compiled, kind="mean", small=False), 540),
+    **{f"eager-{kind}": Check(partial(time_eager, kind=kind), 20) for kind in KINDS},
+    "compiled-rectified": Check(partial(check_compiled, kind="rectified"), 170),
+    "compiled-mean": Check(partial(check_compiled, kind="mean"), 540),
 }
 
 
@@ -352,8 +289,7 @@ def build_flow(kind: Kind, size: Size) -> Flow:
     data, network = DataConfig(image_size=size.image_size), NetworkConfig(dim=size.dim, dim_mults=size.dim_mults)
     if kind == "rectified":
         return build.build_flow(TrainConfig(data, network), {})
-    flags = FlowConfig(flow_options=() if kind == "mean" else (f"objective={kind}",))
-    return build.build_flow(OneStepConfig(data, network, flow=flags), {})
+    return build.build_flow(OneStepConfig(data, network), {})
 
 
 def fill_zeros(flow: nn.Module) -> Any:
@@ -410,25 +346,10 @@ def time_step(bench: Bench, trainer: Trainer) -> float:
 
 def describe_speed(bench: Bench, trainer: Trainer, seconds: float) -> str:
     """Time and throughput of a step, and the peak memory since :func:`time_step`."""
-    rate = trainer.batch.total / seconds
-    parts = [f"{seconds * 1e3:.1f} ms a step", f"{rate:,.0f} images/s"]
-    if not isinstance(trainer.flow, MeanFlow):  # its derivatives are not in the count of operations
-        share = 3 * forward_flops(trainer) * rate / bench.matmul_rate
-        parts.append(f"{share:.0%} of the bf16 matmul rate, {bench.matmul_rate / 1e12:.3g} TFLOP/s")
+    parts = [f"{seconds * 1e3:.1f} ms a step", f"{trainer.batch.total / seconds:,.0f} images/s"]
     if bench.device.type == "cuda":
         parts.append(f"peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
     return ", ".join(parts)
-
-
-def seconds_behind_work(action: Callable[[], object]) -> float:
-    """Seconds of the CPU in ``action``, while the GPU has work that was queued before."""
-    torch.cuda.synchronize()
-    torch.cuda._sleep(QUEUED_CYCLES)
-    began = time.perf_counter()
-    action()
-    seconds = time.perf_counter() - began
-    torch.cuda.synchronize()
-    return seconds
 
 
 @contextlib.contextmanager
@@ -459,34 +380,6 @@ def train(bench: Bench, name: str, steps: int) -> Path:
     with quiet():
         run_training(TrainConfig(bench.data(size), NetworkConfig(dim=size.dim, dim_mults=size.dim_mults), run=run))
     return run.output_dir
-
-
-def same_run(bench: Bench, name: str) -> list[str]:
-    """Return the program and its flags, for the undisturbed run in another folder."""
-    config = bench.undisturbed / "config.json"
-    return ["train_oxford.py", "--config", str(config), "--output_dir", str(bench.folder / name)]
-
-
-def run_together(commands: Sequence[list[str]], variables: Sequence[dict[str, str]]) -> list[tuple[int, str]]:
-    """Exit code and output of programs that run at the same time, each with its own environment variables."""
-    with contextlib.ExitStack() as stack:
-        outputs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in commands]
-        programs = [
-            subprocess.Popen(command, cwd=PROJECT, env=os.environ | own, stdout=output, stderr=subprocess.STDOUT)
-            for command, own, output in zip(commands, variables, outputs, strict=True)
-        ]
-        until = time.monotonic() + PROGRAM_TIMEOUT
-        try:
-            for each in programs:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    each.wait(max(0, until - time.monotonic()))
-        finally:
-            for each in programs:
-                each.kill()
-        codes = [each.wait() for each in programs]
-        for output in outputs:
-            output.seek(0)
-        return [(code, output.read()) for code, output in zip(codes, outputs, strict=True)]
 
 
 def compare_checkpoints(run: Path, other: Path) -> Result:

@@ -6,7 +6,6 @@ one folder. Programs run with tiny flags appended, as a later flag wins.
 """
 
 import ast
-import importlib
 import os
 import re
 import shlex
@@ -44,11 +43,8 @@ CONFIGS: dict[str, type] = {
 }
 CONSOLE_COMMANDS = {f"{COMMAND} {name}": f"{program.__name__}.py" for name, program in PROGRAMS.items()}
 LAUNCH_SCRIPT = "scripts/run_multi_gpu_simple.sh"
-RUN_ELSEWHERE = {
-    LAUNCH_SCRIPT: "tests/launch/test_programs.py::test_the_launch_script_on_two_processes",
-    "scripts/validate_setup.py": "tests/launch/test_programs.py::test_validate_setup",
-}
-"""Commands that need no mark, as that test runs them."""
+RUN_ELSEWHERE = (LAUNCH_SCRIPT, "scripts/validate_setup.py")
+"""Commands that need no mark, as tests/launch/test_programs.py runs them."""
 ONLY_PARSED = {"--import": "the module is the reader's own"}
 """Flags of commands that are parsed and not run, and why."""
 LAUNCHER_FLAGS = {
@@ -237,30 +233,13 @@ def broken_imports(text: str) -> list[str]:
     """Python blocks that do not compile, or import what does not exist."""
     wrong = []
     for block in blocks_of(text):
-        if block.language != "python":
-            continue
         try:
-            tree = ast.parse(block.text)
-        except SyntaxError as error:
+            tree = ast.parse(block.text) if block.language == "python" else ast.Module([], [])
+            imports = [each for each in ast.walk(tree) if isinstance(each, ast.Import | ast.ImportFrom)]
+            exec(compile(ast.Module(list(imports), []), "imports", "exec"), {})
+        except (SyntaxError, ImportError) as error:
             wrong.append(f"line {block.line}: {error}")
-            continue
-        for each in ast.walk(tree):
-            modules = [name.name for name in each.names] if isinstance(each, ast.Import) else []
-            if isinstance(each, ast.ImportFrom) and each.module:
-                modules = [f"{each.module}:{name.name}" for name in each.names]
-            wrong += [f"line {block.line}: {name}" for name in modules if not _exists(name)]
     return wrong
-
-
-def _exists(name: str) -> bool:
-    module, _, attribute = name.partition(":")
-    try:
-        found = importlib.import_module(module)
-        return (
-            not attribute or hasattr(found, attribute) or importlib.import_module(f"{module}.{attribute}") is not None
-        )
-    except ImportError:
-        return False
 
 
 def dead_links(text: str, page: Path) -> list[str]:
@@ -291,7 +270,8 @@ pages = pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) 
 def test_nothing_on_the_page_is_unknown_to_the_code(page: Path) -> None:
     text = page.read_text()
     assert unknown_commands(text) == []
-    assert unknown_flags(text) == []
+    if page.name != "CHANGELOG.md":  # names flags that are gone
+        assert unknown_flags(text) == []
     assert broken_imports(text) == []
 
 
@@ -307,12 +287,6 @@ def test_the_console_commands_are_those_of_the_package() -> None:
     assert scripts.pop(COMMAND) == "rectified_flow.cli.programs:main"
     programs = {name: f"{where.partition(':')[2]}.py" for name, where in scripts.items()}
     assert programs == {name: script for name, script in CONSOLE_COMMANDS.items() if " " not in name}
-
-
-@pytest.mark.parametrize("test", RUN_ELSEWHERE.values())
-def test_commands_that_other_tests_run_are_run_there(test: str) -> None:
-    file, _, function = test.partition("::")
-    assert f"def {function}(" in (ROOT / file).read_text()
 
 
 @pytest.mark.parametrize(
@@ -334,7 +308,7 @@ def test_commands_that_other_tests_run_are_run_there(test: str) -> None:
         ("bash", "<!-- not run: slow -->\n", "torchrun -m rectified_flow train --dmi 8", ["line 1: torchrun"]),
         ("bash", "<!-- not run: slow -->\n", "make deom", ["line 1: make deom"]),
         ("bash", "<!-- not run: slow -->\n", "python benchmarks/ranks.py --lines a", ["line 1: python benchmarks"]),
-        ("python", "", "from rectified_flow import Trainre", ["line 1: rectified_flow:Trainre"]),
+        ("python", "", "from rectified_flow import Trainre", ["line 1: cannot import name"]),
         ("python", "", "x = = 1", ["line 1: invalid syntax"]),
     ],
 )
@@ -360,8 +334,7 @@ def tiny(name: str, flags: list[str]) -> list[str]:
     if name == "export.py":
         return flags
     if name == "sample.py":
-        steps = ["--steps", "1"]
-        return [*flags, "--num_samples", "2", *steps]
+        return [*flags, "--num_samples", "2", "--steps", "1"]
     if name == "evaluate.py":
         return [*flags, *TINY_EVALUATION.split()]
     more = [words for flag, words in TINY_IF_GIVEN.items() if flag in flags]
