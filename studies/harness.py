@@ -1,4 +1,4 @@
-"""One harness for all studies: named cases, seeds and budgets become rows of a file, a table and a plot.
+"""One harness for all studies: named cases, seeds and budgets become rows of a file and a table.
 
 A row is one training and its figures. It is identified by its case, data, image size, seed, budget and number of
 samples. A row that the file of results has is not computed again, and a study that was killed continues where it was:
@@ -114,7 +114,7 @@ class Flags:
     seeds: tuple[int, ...] = (0,)
     """Training seeds."""
     only: tuple[str, ...] = ("*",)
-    """Cases to compute, print and plot; * stands for any characters."""
+    """Cases to compute and print; * stands for any characters."""
     num_samples: int = 2000
     """Generated images per distance."""
     workers: int = 1
@@ -127,8 +127,6 @@ class Flags:
     """List the rows and how long they take, and compute nothing."""
     table: bool = False
     """Print the table of the rows in the file, and compute nothing."""
-    plot: Path | None = None
-    """Plot the first of --figures against the budget into this PNG file, and compute nothing."""
     figures: tuple[str, ...] = ("frechet", "kernel", "precision", "recall", "copies")
     """Figures of the table."""
 
@@ -173,11 +171,9 @@ def run(module: str, arguments: Sequence[str] | None = None) -> int:
     if flags.dry_run:
         print(describe_plan(study, rows, results, flags.workers))
         return 0
-    failed = [] if flags.table or flags.plot else compute(missing(rows, results), results, flags.workers)
+    failed = [] if flags.table else compute(missing(rows, results), results, flags.workers)
     found = [each for each in read_rows(results) if any(row.key.items() <= each.items() for row in rows)]
     print(format_table(found, flags.figures))
-    if flags.plot is not None:
-        print(plot(found, flags.figures[0], study.unit, flags.plot))
     return 1 if failed else 0
 
 
@@ -379,27 +375,3 @@ def format_table(rows: Sequence[Mapping[str, Any]], figures: Sequence[str]) -> s
         line = [data, f"{size}", f"{budget:g}", case, f"{samples}", f"{len(group)}", f"{images:,.0f}", minutes]
         lines.append(f"| {' | '.join([*line, *('' if mean is None else f'{mean:.4g}' for mean in means)])} |")
     return "\n".join(lines)
-
-
-def plot(rows: Sequence[Mapping[str, Any]], figure: str, unit: str, path: Path) -> Path:
-    """Plot the mean of a figure over seeds against the budget on logarithmic axes, a line for each case and way."""
-    from matplotlib.figure import Figure
-
-    lines: dict[str, list[tuple[float, float]]] = {}
-    for (data, size, budget, case, _samples), group in group_by_seed(rows).items():
-        for way in group[0]["figures"]:
-            mean = mean_of(group, way, figure)
-            if mean is not None:
-                lines.setdefault(f"{case}, {way} ({data}, {size} px)", []).append((budget, mean))
-    canvas = Figure(figsize=(8, 5), layout="constrained")
-    axes = canvas.add_subplot(xscale="log", yscale="log", xlabel=f"budget [{unit}]", ylabel=figure)
-    budgets = sorted({budget for line in lines.values() for budget, _ in line})
-    axes.set_xticks(budgets, [f"{budget:g}" for budget in budgets])
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter("{x:g}")
-    for name, line in lines.items():
-        axes.plot(*zip(*sorted(line), strict=True), label=name, marker="o")
-    axes.legend(fontsize="small")
-    axes.grid(alpha=0.3, which="both")
-    canvas.savefig(path, dpi=120)
-    return path

@@ -115,12 +115,6 @@ def test_a_line_that_was_cut_short_is_left_out(tmp_path: Path) -> None:
     assert [row["case"] for row in read_rows(results)] == ["one", "three"]
 
 
-def test_distances_are_plotted_over_budgets(toy: Callable[..., int], tmp_path: Path) -> None:
-    assert toy("--only", "plain", "--budget", "1", "4") == 0
-    assert toy("--only", "plain", "--budget", "1", "4", "--plot", str(tmp_path / "plot.png")) == 0
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_unknown_cases_are_named(toy: Callable[..., int]) -> None:
     with pytest.raises(SystemExit, match="matches no case; there are plain, after"):
         toy("--only", "other")
