@@ -179,6 +179,7 @@ KINDS: dict[str, Kind] = {
         f"--dataset_path {{data}}/cutouts {PLAIN} --aspect_ratio 3:2 --crop random --alpha",
         write_cutouts,
         export="--format page supports grey and RGB pictures",
+        slow=("evaluate", "one_step"),
     ),
     "columns": Kind(
         f"--dataset_path {{data}}/columns {PLAIN} --condition_on all --condition_types text=caption"
@@ -188,7 +189,7 @@ KINDS: dict[str, Kind] = {
         preview_is_grid=False,  # it has captions below
         scores=("size_correlation", "parity_accuracy"),
     ),
-    "latents": Kind(f"--dataset_path {{data}}/pictures {PLAIN} --autoencoder haar", write_pictures),
+    "latents": Kind(f"--dataset_path {{data}}/pictures {PLAIN} --autoencoder haar", write_pictures, slow=("one_step",)),
     "floats": Kind(
         f"--dataset_path {{data}}/floats {PLAIN} --space_options transform=log show=2:magma",
         write_floats,
@@ -200,6 +201,7 @@ KINDS: dict[str, Kind] = {
         write_counts,
         written=("00000.tif", "00001.tif", "00002.tif"),
         scores=MEASURED,
+        slow=("one_step",),
     ),
     "paired": Translation(
         f"--dataset_path {{data}}/to --source_path {{data}}/from --paired --source_noise 0.1 {PLAIN}",
@@ -211,16 +213,19 @@ KINDS: dict[str, Kind] = {
         f"--dataset_path {{data}}/to --source_path {{data}}/from --coupling ot {PLAIN}",
         write_translations,
         scores=("structure_found", "copy_efficientnet_lite0_frechet_distance"),
+        slow=("one_step",),
     ),
     "paired latents": Translation(
         f"--dataset_path {{data}}/to --source_path {{data}}/from --paired --source_as condition {PLAIN}"
         " --autoencoder haar",
         write_translations,
         export="--format page reads no measurements or latents to translate",
+        slow=("evaluate", "one_step"),
     ),
     "degraded": Translation(
         f"--dataset_path {{data}}/to --degrade mask:box {PLAIN}",
         write_translations,
+        slow=("evaluate",),
     ),
     "mean flow": Kind(
         f"--dataset_path {{data}}/pictures {PLAIN} --use_cfg",
@@ -228,8 +233,8 @@ KINDS: dict[str, Kind] = {
         program="train_mean_flow.py",
         one_step=NOT_RECTIFIED,
     ),
-    "distilled": Kind(TAUGHT, train_teacher, program="train_mean_flow.py", one_step=NOT_RECTIFIED),
-    "reflow": Kind(f"--method reflow {TAUGHT}", train_teacher),
+    "distilled": Kind(TAUGHT, train_teacher, program="train_mean_flow.py", one_step=NOT_RECTIFIED, slow=("export",)),
+    "reflow": Kind(f"--method reflow {TAUGHT}", train_teacher, slow=("evaluate", "export", "one_step")),
     "own network": guest(
         "own_network", "--dataset squares --image_size 8 --use_cfg --network TwoConvolutions --network_options width=8"
     ),
