@@ -6,7 +6,6 @@ belongs to this machine. Nothing here imports torch, and pydantic is imported on
 default, so that ``--help`` answers at once.
 """
 
-import argparse
 import importlib
 import io
 import json
@@ -23,7 +22,7 @@ import tyro
 from annotated_types import Ge, Gt, Interval, Le, Lt
 
 from rectified_flow.errors import UsageError, first_line
-from rectified_flow.registry import Role, find, names, parameters_of, registered_in, type_of
+from rectified_flow.registry import Role, find, names, parameters_of
 from rectified_flow.system.files import LONGEST, check_document, read_document, usable_path
 
 C = TypeVar("C")
@@ -135,8 +134,6 @@ def parse(config_class: type[C], description: str, arguments: Sequence[str] | No
             raise cause from None
         if not quiet:
             sys.stderr.write(explanation.getvalue())
-            if end.code == 0:
-                print(_describe_imports(arguments), end="")
         raise
     file = getattr(getattr(config, "program", None), "config", None)
     if file is not None:
@@ -352,29 +349,6 @@ def _from_file(config_class: type[C], path: Path, given: Collection[str]) -> C:
     if modules and "import" not in given:
         raise UsageError(f"--config {path} belongs to a run with --import {' '.join(modules)}: pass it again")
     return replaced(config_class(), checked(config_class, flags, path))
-
-
-def _describe_imports(arguments: Sequence[str]) -> str:
-    """Return a section of ``--help`` for each class and function that the modules of ``--import`` register."""
-    modules = _values_of("--import", arguments)
-    import_modules(modules)
-    lines = []
-    for target in registered_in(modules):
-        lines.append(f"{target.__name__} of {target.__module__}")
-        for name, each in parameters_of(target).items():
-            hint = type_of(each.annotation)
-            kind = getattr(hint, "__name__", str(hint)).upper()
-            default = "(no default)" if each.default is each.empty else f"(default: {each.default})"
-            lines.append(f"  {f'{name}={kind}':<30} {default}")
-    return "".join(f"{line}\n" for line in lines)
-
-
-def _values_of(flag: str, arguments: Sequence[str]) -> list[str]:
-    """Return the values of one flag, before the command line is parsed."""
-    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    finder.add_argument(flag, dest="values", nargs="*", default=[])
-    values: list[str] = finder.parse_known_args(arguments)[0].values
-    return values
 
 
 def import_modules(modules: Sequence[str]) -> None:

@@ -12,7 +12,7 @@
 import inspect
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cache, partial
 from importlib import import_module
@@ -87,11 +87,6 @@ def _import_rooms() -> None:
     """Import the folders of the package, so that those of a kind of data or of conditions register their classes."""
     for folder in sorted(Path(__file__).parent.glob("*/__init__.py")):
         import_module(f"{__package__}.{folder.parent.name}")
-
-
-def registered_in(modules: Collection[str]) -> list[Callable[..., Any]]:
-    """Return the classes and functions that these modules register."""
-    return [target for each in _REGISTERED.values() for target in each.values() if target.__module__ in modules]
 
 
 def is_registered(value: object) -> bool:

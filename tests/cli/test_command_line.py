@@ -132,14 +132,6 @@ def test_a_missing_file_is_one_sentence_on_two_ranks(tmp_path: Path) -> None:
     assert len(written.strip().splitlines()) == 1
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_module_that_is_not_there_is_one_sentence(script: str) -> None:
-    [(code, written)] = run_on_ranks(1, program, script, ["--import", "nobodys_module"])
-    assert code == 2
-    assert written.startswith(f"{script}: error: --import nobodys_module failed (ModuleNotFoundError: No module named")
-    assert len(written.strip().splitlines()) == 1
-
-
 def test_a_module_that_fails_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_faulty_module.py").write_text("1 / 0\n")
     monkeypatch.chdir(tmp_path)

@@ -107,9 +107,6 @@ def test_each_of_two_generators_has_half_of_the_time(budget: str, half: str) -> 
     words = f"--dataset synthetic-flowers --one_step --budget {budget}"
     assert budget_of(parse(TrainConfig, "", words.split())) == half
     assert 2 * seconds_of(half) == pytest.approx(seconds_of(budget))
-
-
-def test_a_generator_in_one_step_has_a_budget_for_any_data() -> None:
     assert budget_of(parse(TrainConfig, "", ["--one_step"])) == "0.5h"
 
 

@@ -93,6 +93,8 @@ def test_a_typo_is_an_error_with_a_suggestion(capsys: pytest.CaptureFixture[str]
         ("--image_size 0", "--image_size is 0; it must be above 0"),
         ("--train_num_steps 5 --num_epochs 1", "--num_epochs and --train_num_steps exclude each other: pass one"),
         ("--alpha --autoencoder haar", "--alpha and --autoencoder exclude each other: pass one"),
+        ("--one_step --prediction noise", "--prediction and --one_step exclude each other: pass one"),
+        ("--one_step --flow Guest", "--one_step and --flow exclude each other: pass one"),
         ("--paired", "--paired needs --source_path: pass both"),
         ("--source_as start", "--source_as needs --source_path or --degrade: pass both"),
         ("--degrade grey --coupling ot", "--degrade and --coupling exclude each other: pass one"),
