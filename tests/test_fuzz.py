@@ -69,7 +69,7 @@ ENDS: dict[str, tuple[type, dict[str, tuple[str, ...]]]] = {
     "train_point_clouds.py": (
         CloudConfig,
         {
-            "points": ("2", "100000", str(2**31), LARGEST),
+            "points": ("2", "4096", str(2**31), LARGEST),
             "condition_dropout": ("0.99999999", "1"),
             "width": ("1", "100000", str(2**31), LARGEST_WIDTH),
             "layers": (LARGEST,),

@@ -11,15 +11,17 @@ if __name__ == "__main__":  # before the rest, which is imported by its name
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 from accelerate.utils import set_seed
+from annotated_types import Interval
 
 from digits import Digits
 from rectified_flow import Trainer, TrainingConfig
 from rectified_flow.cli.build import join
 from rectified_flow.cli.config import ProgramConfig
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import Flags, Positive, Probability, recorded
+from rectified_flow.flags import Flags, Probability, recorded
 from set_transformer import HEAD, SetTransformer
 from sphere import Points, SphereFlow
 
@@ -28,13 +30,13 @@ from sphere import Points, SphereFlow
 class CloudConfig(Flags):
     """The clouds and the network."""
 
-    points: Positive = 48
+    points: Annotated[int, Interval(gt=0, le=4096)] = 48
     """Number of points of a cloud."""
     condition_dropout: Probability = 0.1
     """Share of clouds that are trained without their digit, for guidance."""
-    width: Positive = 96
+    width: Annotated[int, Interval(gt=0, le=4096)] = 96
     """Channels of a point."""
-    layers: Positive = 3
+    layers: Annotated[int, Interval(gt=0, le=64)] = 3
     """Layers of attention."""
 
     def __post_init__(self) -> None:
