@@ -226,18 +226,15 @@ class Labels(WrittenCondition):
         return nn.Embedding(self.num_classes + 1, dim)
 
 
-LARGEST = 1e30
-"""Number from which on a number counts as "none", as NaN does: exported programs pass it in place of NaN."""
+LARGEST = 1e30  # number from which on a number counts as "none", as NaN does: exported programs pass it in place of NaN
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 DECIMAL = re.compile(r"[-+\u2212]?\d+[.,]?\d*", re.ASCII)
 GROUPED = re.compile(r"[-+\u2212]?[1-9]\d{0,2}((,\d{3})+(\.\d+)?|(\.\d{3})+,\d+|([' \xa0\u202f]\d{3})+([.,]\d+)?)")
 """Numbers with groups of digits; the comma of 1,234 may also be a decimal comma."""
 MISSING = {"-", ".", "?", "na", "n/a", "n.a.", "nan", "null", "none", "<na>", "#n/a", "#div/0!", "\u2013", "\u2014"}
 """Texts that stand for no value in a column of numbers, in lower case."""
-NUMERIC = 0.9
-"""Smallest share of numbers among the known values of a column of numbers."""
-QUANTILES = 33
-"""Number of quantiles that are kept of a column of numbers."""
+NUMERIC = 0.9  # smallest share of numbers among the known values of a column of numbers
+QUANTILES = 33  # number of quantiles that are kept of a column of numbers
 FREQUENCIES = 4
 
 

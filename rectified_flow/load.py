@@ -26,8 +26,7 @@ from rectified_flow.runs.folder import read_config
 from rectified_flow.system.artifact import read_manifest
 from rectified_flow.system.files import read_document
 
-RESULTS_FILE = "evaluation.json"
-"""The results of evaluate.py, in a run's folder."""
+RESULTS_FILE = "evaluation.json"  # the results of evaluate.py, in a run's folder
 F = TypeVar("F", bound=Flow, default=Flow)
 
 

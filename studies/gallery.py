@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs/gallery.md"
 PICTURE = r"!\[[^\]]*\]\((images/gallery/[\w-]+\.(?:png|webp))\)"
 SECTION = re.compile(rf"^## (.*?)$.*?{PICTURE}.*?```bash\n(.*?)```", re.DOTALL | re.MULTILINE)
-COLUMNS, LEAST_WIDTH = 12, 400
+COLUMNS, MIN_WIDTH = 12, 400
 """Largest number of samples in a row, and least width of a grid after it is enlarged [px]."""
 
 
@@ -78,7 +78,7 @@ def show(made: Path, picture: Path) -> None:
         picture.write_bytes(file.read_bytes())
     elif (made / "grid.png").exists():
         grid = over_white(open_picture(made / "grid.png"))
-        factor = -(-LEAST_WIDTH // grid.width)
+        factor = -(-MIN_WIDTH // grid.width)
         grid.resize((factor * grid.width, factor * grid.height), Image.Resampling.NEAREST).save(picture)
     else:
         rows = sorted(each for each in made.iterdir() if each.is_dir())

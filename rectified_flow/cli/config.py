@@ -27,11 +27,9 @@ from rectified_flow.flags import (
 from rectified_flow.flows import Coupling, Prediction
 from rectified_flow.runs.config import TrainingConfig
 
-SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-"""Units of --budget."""
+SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}  # units of --budget
 UNET = "Unet"
-STARTER = Path("starter")
-"""Value of ``--init_from`` for the weights that are installed with the package."""
+STARTER = Path("starter")  # value of --init_from for the weights that are installed with the package
 STARTER_FOLDER = Path(__file__).parents[1] / "networks" / STARTER
 Method = Literal["rectified", "mean_flow", "distill", "reflow"]
 

@@ -6,7 +6,7 @@ import numpy as np
 from accelerate import PartialState
 
 from rectified_flow.cli.config import EvaluationConfig, TrainConfig
-from rectified_flow.cli.plan import FEWEST_TO_HOLD_OUT
+from rectified_flow.cli.plan import MIN_TO_HOLD_OUT
 from rectified_flow.data.store import ImageDataset, StoreDataset
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.evaluator import Evaluator
@@ -37,7 +37,7 @@ def hold_out_pictures(pictures: ImageDataset, config: TrainConfig, *, asked: boo
     """
     state, share = PartialState(), config.data.holdout
     if share == 0:
-        if len(pictures) < FEWEST_TO_HOLD_OUT and not asked:
+        if len(pictures) < MIN_TO_HOLD_OUT and not asked:
             text = f"none of {len(pictures)} pictures, as too few would be left: the run cannot warn when it memorises"
             state.print(line("held out", text))
         return None

@@ -26,14 +26,12 @@ from rectified_flow.system.provenance import PACKET
 from rectified_flow.system.terminal import lines, progress_bar
 
 CHECKED_BATCHES = (1, 3)
-ON_PAGE = (Downsample, Grey)
-"""Projections that the page applies to a picture."""
+ON_PAGE = (Downsample, Grey)  # projections that the page applies to a picture
 SOURCES = Path(__file__).resolve().parents[1] / "page"
 THUMBNAIL, DESCRIPTION, OFFLINE = "thumbnail.png", "model.json", "offline.js"
 NAMES = (MODEL_FILE, DECODER_FILE, DESCRIPTION)
 THUMBNAIL_TAG = f'<meta property="og:image" content="{THUMBNAIL}">\n'.encode()
-LARGE = (".onnx", ".wasm")
-"""Suffixes of the files that a visitor waits for."""
+LARGE = (".onnx", ".wasm")  # suffixes of the files that a visitor waits for
 READ_BY_PAGE = (".css", ".html", ".js", ".json", *LARGE)
 
 

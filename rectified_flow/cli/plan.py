@@ -18,7 +18,7 @@ from rectified_flow.training.speed import Speed
 Starter = Literal["unsuited", "suited", "requested"]
 
 FEW, AUGMENT = 16_000, 0.15  # 1,400 pictures need augmentation in long runs (small_data.md); the limit is a guess
-FEWEST_TO_HOLD_OUT, HELD_OUT = 125, 30  # of 125 pictures, the 30 that a measurement needs are a quarter
+MIN_TO_HOLD_OUT, HELD_OUT = 125, 30  # of 125 pictures, the 30 that a measurement needs are a quarter
 PASSES, AUGMENTED_PASSES = 400, 1000  # over 64 pictures of 16 px until 1% of the samples are copies (small_data.md)
 UNAUGMENTED_PASSES = 50  # no copies of 64 to 1,400 pictures without augmentation (small_data.md)
 MIN_LIMIT = 192_000  # images; a network learns too little in a shorter run on any number of pictures (small_data.md)
@@ -187,7 +187,7 @@ def for_pictures(count: int, *, augmentable: bool = True) -> dict[str, Any]:
     """Return the flags of the data that suit a number of pictures."""
     few = count < FEW
     flags: dict[str, Any] = {"augment": AUGMENT} if few and augmentable else {}
-    if count >= FEWEST_TO_HOLD_OUT:
+    if count >= MIN_TO_HOLD_OUT:
         flags["holdout"] = proposed_share(count, least=0.05 if few else 0.01)
     return flags
 

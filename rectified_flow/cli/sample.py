@@ -46,8 +46,7 @@ from rectified_flow.system.terminal import lines, progress_bar
 LOCK_FILE, GRID_FILE, NEAREST_FILE = ".sample.lock", "grid.png", "nearest.png"
 PATH_FILES = {"strip": "path.png", "gif": "path.gif"}
 PATH_PICTURES, PATH_STOPS, NEAREST = 8, 9, 4
-BLOCK = 4096
-"""Least size of a file on disk [bytes]."""
+BLOCK = 4096  # least size of a file on disk [bytes]
 
 
 @dataclass(frozen=True)

@@ -27,16 +27,11 @@ from rectified_flow.spaces.space import RGB, Space
 from rectified_flow.system.pictures import fit, open_picture, upright_size
 from rectified_flow.system.terminal import size_text
 
-HALF = 127
-"""Value above which a pixel of a mask is white."""
-PREVIEW = "-preview.png"
-"""End of the name of the picture beside a generated file of other data."""
-SEEDS, MAX_CELLS = 6, 24
-"""Default and largest number of cells along an axis of ``--grid``."""
-NUM_SAMPLES, GRID_PICTURES = 64, 100
-"""Default number of samples, and largest number of pictures in a grid."""
-GREY = 127
-"""Value of unknown pixels on a grid."""
+HALF = 127  # value above which a pixel of a mask is white
+PREVIEW = "-preview.png"  # end of the name of the picture beside a generated file of other data
+SEEDS, MAX_CELLS = 6, 24  # default and largest number of cells along an axis of --grid
+NUM_SAMPLES, GRID_PICTURES = 64, 100  # default number of samples, and largest number of pictures in a grid
+GREY = 127  # value of unknown pixels on a grid
 STRENGTH = 0.6
 Written = Mapping[str, Sequence[str | None]]
 """Values of conditions as written, by name; they are used in turn, and None is "none"."""

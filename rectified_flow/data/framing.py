@@ -12,10 +12,8 @@ from rectified_flow.system.terminal import size_text
 
 Crop = Literal["center", "random", "none"]
 Side = Annotated[int, Gt(0)]
-HALVED = 8
-"""Error messages propose sizes whose sides are multiples of this, so that networks of up to four levels fit."""
-MARGIN = 1.25
-"""Sides of a stored image from which random parts are cropped, as multiples of the sides of the parts."""
+HALVED = 8  # error messages propose sizes whose sides are multiples of this, so that networks of up to four levels fit
+MARGIN = 1.25  # sides of a stored image from which random parts are cropped, as multiples of the sides of the parts
 
 
 @dataclass(frozen=True)

@@ -35,16 +35,14 @@ from rectified_flow.system.files import printable, read_bytes
 METADATA_FILES = ("metadata.csv", "metadata.jsonl")
 FILE_NAME, TEXT = "file_name", "text"
 SEPARATORS = ",;\t"
-Rows = Sequence[tuple[Any, str]]
-"""The value of each row of a column, with the place of the row."""
+Rows = Sequence[tuple[Any, str]]  # the value of each row of a column, with the place of the row
 RESERVED = (
     {"x", "t", "r", "images", "latents", "noise", "noise_rows", "path", "source", "unknown", "labels", "time", "kind"}
     | {"self", "steps", "count", "solver", "grid", "guidance", "start", "noise_level", "mask", "watch", "decode"}
     | {"seed", "strength"}
 )
 """Names of other entries of a batch, inputs of a network, arguments of ``sample``, and an entry of a description."""
-FIRST_VALUES, SHORT = 3, 30
-"""Number of the first values of a column that are printed, and their largest length."""
+FIRST_VALUES, SHORT = 3, 30  # number of the first values of a column that are printed, and their largest length
 
 
 @dataclass(frozen=True)

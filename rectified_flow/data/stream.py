@@ -17,8 +17,7 @@ from rectified_flow.randomness import mix
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 Words = np.ndarray[Any, np.dtype[np.uint64]]
-Batch = dict[str, Any]
-"""A batch of a dataset: tensors ``[b, ...]`` by name, and other values such as captions."""
+Batch = dict[str, Any]  # a batch of a dataset: tensors [b, ...] by name, and other values such as captions
 
 
 def image_indices(positions: Sequence[int] | Indices, length: int, seed: int) -> Indices:
@@ -118,8 +117,7 @@ def collate(items: Sequence[Any]) -> dict[str, Any]:
     return dict(zip(("images", "labels"), values, strict=False))
 
 
-PROBES = 64
-"""Items that are hashed."""
+PROBES = 64  # items that are hashed
 
 
 def fingerprint_of(dataset: Dataset[Any]) -> str:

@@ -26,10 +26,8 @@ from rectified_flow.registry import register
 FIELDS = 8
 TOLERANCE = 3 / GREY_LEVELS
 """Largest root mean square difference between the fields of near-duplicates: 3 of 256 grey levels."""
-HIGHEST_ORDER = 5
-"""Highest order of the coefficients in a hash: higher ones are small, and change with recompression."""
-AT_ONCE = 2**26
-"""Number of distances in memory at once; more if one row alone has more."""
+HIGHEST_ORDER = 5  # highest order of the coefficients in a hash: higher ones are small, and change with recompression
+AT_ONCE = 2**26  # number of distances in memory at once; more if one row alone has more
 
 
 def alike(colours: Tensor, others: Tensor) -> Tensor:
@@ -76,8 +74,7 @@ def perceptual_hashes(colours: Tensor) -> list[int]:
 
 SUBSETS, SUBSET_SIZE = 100, 1000
 NEIGHBOURS = 5
-COPY = 0.5
-"""Bound of the nearness of a copy: half the distance between a training image and the nearest different one."""
+COPY = 0.5  # bound of the nearness of a copy: half the distance between a training image and the nearest different one
 
 
 def frechet_distance(real: Tensor, generated: Tensor) -> float:

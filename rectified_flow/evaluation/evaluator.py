@@ -28,11 +28,9 @@ from rectified_flow.evaluation.features import (
 from rectified_flow.flows.flow import SOURCE, Flow, sample_batches
 from rectified_flow.registry import find, names
 
-METRICS = ("frechet", "kernel", "copies")
-"""The metrics that cost little."""
+METRICS = ("frechet", "kernel", "copies")  # the metrics that cost little
 SHOWN, NEIGHBOURS_SHOWN = 8, 5
-AT_ONCE = 64
-"""Number of sources that are read at once."""
+AT_ONCE = 64  # number of sources that are read at once
 
 
 class Evaluator:

@@ -26,8 +26,7 @@ from rectified_flow.system.signals import raise_if_stop_requested
 from rectified_flow.system.terminal import progress_bar
 
 COLOURS, FEATURES_FILE = "colours_8x8", "features.npy"
-GREY_LEVELS = 64
-"""Number of grey levels, of 256, in a unit of the colours."""
+GREY_LEVELS = 64  # number of grey levels, of 256, in a unit of the colours
 
 
 @dataclass(frozen=True)
@@ -171,8 +170,7 @@ class RenderedItems(Dataset[Any]):
         return {name: batch[name] for name in self.conditions}
 
 
-RealData = ImageDataset | RenderedItems
-"""Data to which samples are compared."""
+RealData = ImageDataset | RenderedItems  # data to which samples are compared
 
 
 def stored_batch(data: Any, numbers: Sequence[int], flow: Flow) -> dict[str, Tensor]:

@@ -25,8 +25,7 @@ from rectified_flow.flows.flow import Flow, expand
 from rectified_flow.randomness import mix
 
 D = TypeVar("D", bound=StoreDataset)
-MIN_HELD_OUT = 8
-"""Smallest number of held-out pictures: the mean loss of fewer is too noisy."""
+MIN_HELD_OUT = 8  # smallest number of held-out pictures: the mean loss of fewer is too noisy
 
 
 @dataclass(frozen=True)
@@ -100,14 +99,10 @@ def split_rows(colours: Tensor, share: float, seed: int) -> Split:
 
 
 TIMES = 8
-MAX_PICTURES = 256
-"""Largest number of pictures of either kind: more make a measurement less noisy, and longer."""
-AT_ONCE = 8
-"""Number of pictures that are measured at once, each at all times."""
-PATIENCE = 3
-"""Number of measurements in a row that must be above the least one."""
-STANDARD_ERRORS = 2.0
-"""Number of standard errors by which each of them must be above it."""
+MAX_PICTURES = 256  # largest number of pictures of either kind: more make a measurement less noisy, and longer
+AT_ONCE = 8  # number of pictures that are measured at once, each at all times
+PATIENCE = 3  # number of measurements in a row that must be above the least one
+STANDARD_ERRORS = 2.0  # number of standard errors by which each of them must be above it
 
 
 class HeldOutPictures:

@@ -33,8 +33,7 @@ from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.solvers import Velocity, take_steps
 from rectified_flow.registry import register
 
-MAX_PICTURES = 128
-"""Largest number of training pictures, and of held-out pictures, that are measured."""
+MAX_PICTURES = 128  # largest number of training pictures, and of held-out pictures, that are measured
 
 
 @register(role="score")

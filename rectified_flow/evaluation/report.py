@@ -17,12 +17,9 @@ from rectified_flow.system.outputs import claim
 from rectified_flow.system.pictures import to_grid, write_picture
 from rectified_flow.system.terminal import line, lines, size_text
 
-SHEET_FILE, SHOWN = "look.png", 64
-"""File of the sheet, and the largest number of pictures on it."""
-FEW = 10
-"""Number of images below which a class is reported."""
-NAMED = 5
-"""Maximum number of names in a list."""
+SHEET_FILE, SHOWN = "look.png", 64  # file of the sheet, and the largest number of pictures on it
+FEW = 10  # number of images below which a class is reported
+NAMED = 5  # maximum number of names in a list
 
 
 def look(output_dir: Path, pictures: ImageDataset, space: Space) -> None:

@@ -15,5 +15,4 @@ Distance = Literal["mse", "pseudo_huber"]
 ObjectiveName = Literal["mean_flow", "improved_mean_flow"]
 Solver = Literal["euler", "midpoint", "heun", "ab2", "dpmpp_2m", "stochastic"]
 TimeGrid = Literal["uniform", "shifted", "edm"]
-WEIGHT_POWER = 0.75
-"""The default exponent of the weights of rows."""
+WEIGHT_POWER = 0.75  # the default exponent of the weights of rows

@@ -31,8 +31,7 @@ GPU_OPTIONS: dict[str, Any] = {
 }
 """The compiler's options on a GPU, where launches and bytes bound a step."""
 
-SOURCE = "source"
-"""The entry of a batch with the picture that a path starts from, and the name of the condition."""
+SOURCE = "source"  # the entry of a batch with the picture that a path starts from, and the name of the condition
 
 
 class Flow(nn.Module):

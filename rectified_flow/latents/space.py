@@ -15,8 +15,7 @@ from rectified_flow.registry import names, register
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.spaces.space import RGB, Space
 
-PIXELS_AT_ONCE = 2**20
-"""Pixels that are encoded or decoded at once: their activations take many times the memory."""
+PIXELS_AT_ONCE = 2**20  # pixels that are encoded or decoded at once: their activations take many times the memory
 
 
 class StoredLatents(Space):

@@ -29,13 +29,11 @@ MAX_RATIO, UNSUSPICIOUS = 1400, 2**26  # deflate and LZW compress no better
 """Largest ratio of the sizes of values and their file, and the size below which any ratio is accepted [bytes]."""
 REDUCED, MASK, PALETTE = 1, 4, 3
 """Bits of the tag of a TIFF's page that is a smaller copy or a mask, and the number of a palette."""
-NODATA = 42113
-"""Number of GDAL's tag of the value that stands for "unknown"."""
+NODATA = 42113  # number of GDAL's tag of the value that stands for "unknown"
 
 Array = np.ndarray[Any, np.dtype[Any]]
 PixelSize = tuple[float, float, int]
-StoreBits = Literal[16, 32]
-"""Most bits of a stored value."""
+StoreBits = Literal[16, 32]  # most bits of a stored value
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,7 @@ from rectified_flow.registry import describe, register
 from rectified_flow.system.files import printable
 from rectified_flow.system.pictures import IMAGE_SUFFIXES, OTHER_SUFFIXES
 
-SAMPLED = 256
-"""Number of pictures whose headers decide whether a folder holds measurements."""
+SAMPLED = 256  # number of pictures whose headers decide whether a folder holds measurements
 
 
 class FieldRows(PictureRows):

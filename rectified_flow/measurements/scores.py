@@ -21,8 +21,7 @@ from rectified_flow.registry import register
 
 FLOOR = 1e-12
 """Lower limit of the power, as a share of the variance of real fields: smaller powers are rounding of float32."""
-AT_ONCE = 2**22
-"""Number of pixels that are transformed at once; more if one field alone has more."""
+AT_ONCE = 2**22  # number of pixels that are transformed at once; more if one field alone has more
 
 
 @register(role="score")

@@ -27,12 +27,10 @@ if TYPE_CHECKING:
     from rectified_flow.system.pictures import Legend
 
 LEVELS = 256
-OUTSIDE = 0.01
-"""Margin beyond the range within which values are not marked, as a share of the range."""
+OUTSIDE = 0.01  # margin beyond the range within which values are not marked, as a share of the range
 BELOW, ABOVE, UNKNOWN = (0, 160, 255), (255, 0, 0), (127, 127, 127)
 """Colours of values below and above the range, and of unknown ones."""
-MAX_VALUES = 2**24
-"""Number of stored values from which percentiles are taken."""
+MAX_VALUES = 2**24  # number of stored values from which percentiles are taken
 
 
 @register

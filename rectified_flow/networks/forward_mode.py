@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-LEVEL = 0
-"""The index of PyTorch's only level of forward-mode derivatives."""
+LEVEL = 0  # the index of PyTorch's only level of forward-mode derivatives
 
 
 @dataclass

@@ -83,8 +83,7 @@ MODEL_FILE, EMA_FILE = "model.safetensors", "ema.safetensors"
 CONFIG_FILE, FLOW_FILE, STATE_FILE = "config.json", "flow.json", "trainer.json"
 FLOW_FILES = (MODEL_FILE, EMA_FILE, CONFIG_FILE, FLOW_FILE, STATE_FILE)
 """Files that a trained flow is loaded from; resuming a run reads others, too."""
-MISSING = "missing"
-"""Fingerprint of a checkpoint that does not exist."""
+MISSING = "missing"  # fingerprint of a checkpoint that does not exist
 NAME = re.compile(r"step_([0-9]{8,})")
 
 T = TypeVar("T")

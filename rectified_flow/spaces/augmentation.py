@@ -14,14 +14,11 @@ from torch import Tensor
 
 from rectified_flow import randomness
 
-SHIFT = 0.125
-"""Standard deviation of a shift, as a share of the side."""
-SCALE, STRETCH = 0.2, 0.2
-"""Standard deviations of binary logarithms."""
+SHIFT = 0.125  # standard deviation of a shift, as a share of the side
+SCALE, STRETCH = 0.2, 0.2  # standard deviations of binary logarithms
 BRIGHTNESS, CONTRAST, SATURATION = 0.2, 0.5, 1.0
 """Standard deviations of a summand of values in [-1, 1], and of binary logarithms of factors."""
-NUMBERS = 14
-"""Numbers that describe the augmentation of a row."""
+NUMBERS = 14  # numbers that describe the augmentation of a row
 COLOURS = 3
 
 

@@ -18,14 +18,11 @@ from rectified_flow.registry import register
 from rectified_flow.spaces.augmentation import over_known
 
 COLOURS = 3
-LUMINANCE = (0.299, 0.587, 0.114)
-"""Weights of red, green and blue in the brightness of a pixel (ITU-R BT.601)."""
-BOX_SIDES = (0.25, 0.6)
-"""Least and largest side of a box, as shares of the side of the picture."""
+LUMINANCE = (0.299, 0.587, 0.114)  # weights of red, green and blue in the brightness of a pixel (ITU-R BT.601)
+BOX_SIDES = (0.25, 0.6)  # least and largest side of a box, as shares of the side of the picture
 STROKES, BRUSH_WIDTHS = 4, (0.06, 0.12)
 """Number of straight strokes of a brush, and its least and largest half-width as shares of the side of the picture."""
-EDGE_GAIN = 1.5
-"""Brightness by which a line is darker than the background, for a gradient of 1 per pixel."""
+EDGE_GAIN = 1.5  # brightness by which a line is darker than the background, for a gradient of 1 per pixel
 
 
 class Degradation(ABC):

@@ -12,8 +12,7 @@ from rectified_flow.registry import register
 from rectified_flow.spaces.augmentation import NUMBERS, augmented
 from rectified_flow.spaces.space import RGB, RGBA, Space
 
-LEVEL = 1 / 127.5
-"""Distance of two levels of 8 bits in [-1, 1]."""
+LEVEL = 1 / 127.5  # distance of two levels of 8 bits in [-1, 1]
 
 
 @register

@@ -38,22 +38,18 @@ from rectified_flow.errors import DamageError, NewerError, UsageError
 from rectified_flow.system.files import flush, hash_file, locked, read_document, reading, replace_file
 
 MANIFEST, MARKER = "manifest.json", "building.json"
-FORMAT = 1
-"""Format of manifests; to be raised when a program that knows the keys of one would still misunderstand it."""
-CHECKPOINT = "checkpoint"
-"""Kind of a checkpoint."""
+FORMAT = 1  # format of manifests; to be raised when a program that knows the keys of one would still misunderstand it
+CHECKPOINT = "checkpoint"  # kind of a checkpoint
 READ_SUFFIXES = (".json", ".safetensors")
 """Suffixes of files that programs may look for by name, so that one without a record is damage."""
-SMALL = 2**20
-"""Size below which a file is hashed at each verification, whatever its time [bytes]."""
+SMALL = 2**20  # size below which a file is hashed at each verification, whatever its time [bytes]
 LEFTOVER = re.compile(r"\.tmp\w{6}|\.(building|manifest)\.json\.[0-9a-f]{8}\.tmp")
 """Temporary files of safetensors and of :func:`replace_file` that a killed build leaves in its stage."""
 FIRST_LEFTOVER = re.compile(r"\.building\.json\.[0-9a-f]{8}\.tmp")
 """Temporary file that a build leaves if it is killed before its stage has the marker."""
 
 Natural = Annotated[int, Field(ge=0, lt=2**53)]
-FileName = Annotated[str, Field(pattern=r"^[^./\x00][^/\x00]*$")]
-"""Name of a file in the folder itself."""
+FileName = Annotated[str, Field(pattern=r"^[^./\x00][^/\x00]*$")]  # name of a file in the folder itself
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,7 @@ from rectified_flow.system.terminal import warn_once
 
 NO_DAMAGE = (EACCES, EPERM, EMFILE, ENFILE, ENOMEM, ESTALE, ETIMEDOUT)
 """Error numbers that do not indicate damage: missing rights, a busy network disk or too many open files."""
-LONGEST = 100
-"""Maximum length of a refused path or value in an error message."""
+LONGEST = 100  # maximum length of a refused path or value in an error message
 LOCK_TIMEOUT = 10.0
 """Time to wait for a process that is ending; loader processes may outlive a killed run by five seconds [s]."""
 

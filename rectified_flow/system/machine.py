@@ -9,8 +9,7 @@ import psutil
 
 from rectified_flow.errors import UsageError
 
-SPIN_COUNT = "10000"
-"""Spins of GNU OpenMP's waiting threads; measured in docs/measurements/speed.md, "Busy machines"."""
+SPIN_COUNT = "10000"  # spins of GNU OpenMP's waiting threads; measured in docs/measurements/speed.md, "Busy machines"
 
 
 def processors() -> int:

@@ -53,10 +53,9 @@ BAD_EXIF = (SyntaxError, struct.error, ValueError, KeyError, TypeError)
 """Errors that Pillow raises if the block with the orientation is damaged; the image itself may be undamaged."""
 
 
-LEAST_WIDTH, TEXT_LINES, TEXT_SIZE = 112, 3, 11
+MIN_WIDTH, TEXT_LINES, TEXT_SIZE = 112, 3, 11
 """Least width of a picture with a text [px], number of lines of the text, and size of its letters [px]."""
-BAR_HEIGHT = 10
-"""Height of the bar of a legend [px]."""
+BAR_HEIGHT = 10  # height of the bar of a legend [px]
 
 
 def open_picture(source: Path | IO[bytes]) -> Image.Image:
@@ -188,14 +187,14 @@ def to_grid(
     from torchvision.utils import make_grid  # takes seconds to load
 
     if texts is not None:
-        factor = -(-LEAST_WIDTH // images.shape[-1])
+        factor = -(-MIN_WIDTH // images.shape[-1])
         images = images.cpu().repeat_interleave(factor, dim=-2).repeat_interleave(factor, dim=-1)
         strips = [text_picture(text, images.shape[-1], TEXT_LINES * (TEXT_SIZE + 3)) for text in texts]
         images = torch.cat((images, torch.stack(strips)), dim=-2)
     columns = columns or max(1, round(len(images) ** 0.5))
     grid: Tensor = make_grid(images, nrow=columns, padding=2, pad_value=255).cpu()
     if legend is not None:
-        grid = torch.nn.functional.pad(grid, (0, max(0, LEAST_WIDTH - grid.shape[-1])), value=255)
+        grid = torch.nn.functional.pad(grid, (0, max(0, MIN_WIDTH - grid.shape[-1])), value=255)
         grid = torch.cat((grid, legend.draw(grid.shape[-1])), dim=1)
     return grid.permute(1, 2, 0).numpy()
 
@@ -243,10 +242,8 @@ def write_picture(path: Path, pixels: np.ndarray[Any, Any], **options: Any) -> P
     return path
 
 
-MOST_TICKS = 10
-"""Largest number of points that all have a tick on a logarithmic axis; more have ticks at powers of 2."""
-Line = Mapping[int, float] | Mapping[float, float]
-"""Points of a curve: a mapping from x to y."""
+MAX_TICKS = 10  # largest number of points that all have a tick on a logarithmic axis; more have ticks at powers of 2
+Line = Mapping[int, float] | Mapping[float, float]  # points of a curve: a mapping from x to y
 
 
 @dataclass(frozen=True)
@@ -290,7 +287,7 @@ def _draw(axes: Any, panel: Panel) -> None:
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter("{x:g}")
         places = {x for points in panel.lines.values() for x in points}
-        if len(places) <= MOST_TICKS:
+        if len(places) <= MAX_TICKS:
             axes.set_xticks(sorted(places))
     if panel.log_y:
         axes.set_yscale("log")

@@ -14,10 +14,8 @@ from rectified_flow.errors import UsageError
 from rectified_flow.registry import register
 from rectified_flow.text.encoders import BagOfWords, PretrainedTextEncoder, TextEncoder
 
-EXAMPLES = 16
-"""Number of training captions that are kept as examples."""
-AMONG, NEAREST = 50, 5
-"""Number of candidates of a retrieval, and k of its top-k accuracy."""
+EXAMPLES = 16  # number of training captions that are kept as examples
+AMONG, NEAREST = 50, 5  # number of candidates of a retrieval, and k of its top-k accuracy
 
 
 @register

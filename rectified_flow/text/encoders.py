@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.registry import register
 
-MOST_WORDS = 4096
+MAX_WORDS = 4096
 TEXTS_AT_ONCE = 64
-TEXT_FILE, TOKENIZER_FILE = "text_encoder.onnx", "tokenizer.json"
-"""Names of the files of an exported encoder."""
+TEXT_FILE, TOKENIZER_FILE = "text_encoder.onnx", "tokenizer.json"  # names of the files of an exported encoder
 
 
 class TextEncoder(ABC):
@@ -80,7 +79,7 @@ class BagOfWords(TextEncoder):
         counts = Counter(word for text in texts for word in words_of(text))
         if not counts:
             raise UsageError("the captions have no words: pass another column")
-        return cls(sorted(counts, key=lambda word: (-counts[word], word))[:MOST_WORDS])
+        return cls(sorted(counts, key=lambda word: (-counts[word], word))[:MAX_WORDS])
 
     def exported(self) -> dict[str, Any]:
         """Return the words."""

@@ -15,10 +15,8 @@ from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.system.pictures import Legend
 from rectified_flow.system.signals import Interrupted, raise_if_stop_requested
 
-MAX_BATCH = 64
-"""Samples that a process generates at once; fewer where it trains on fewer."""
-PAIRS = 4
-"""Pairs of a source and a sample in a row of a preview."""
+MAX_BATCH = 64  # samples that a process generates at once; fewer where it trains on fewer
+PAIRS = 4  # pairs of a source and a sample in a row of a preview
 Preview = tuple[Tensor, int | None, list[str] | None, Legend | None]
 """Samples, the columns of their grid, the text below each, and the meaning of their colours."""
 

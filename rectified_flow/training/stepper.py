@@ -32,8 +32,7 @@ from rectified_flow.randomness import BatchRows, deterministic
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.training.state import TrainingState
 
-MAX_SKIPPED = 10
-"""Number of skipped steps in a row after which the run stops."""
+MAX_SKIPPED = 10  # number of skipped steps in a row after which the run stops
 
 
 @dataclass

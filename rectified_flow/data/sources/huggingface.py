@@ -19,7 +19,7 @@ from rectified_flow.system.pictures import content_of, open_picture
 
 SAVED_TO_DISK = ("dataset_dict.json", "state.json")
 TABLE_SUFFIXES = frozenset({".parquet", ".arrow"})
-MOST_CLASSES = 100_000
+MAX_CLASSES = 100_000
 """Largest number of classes in a column of numbers without names; larger numbers are dates or ids."""
 
 
@@ -57,8 +57,8 @@ class HuggingFaceSource(ImageSource):
             return _true_names(list(names))
         largest = max((label for label in self._rows[self._label_column] if label is not None), default=-1)
         found = f"the column {self._label_column} of {self.name} contains the number {largest}, which is not a class"
-        remedy = f"number the classes from 0 (at most {MOST_CLASSES} classes), or rename the column"
-        if largest >= MOST_CLASSES:
+        remedy = f"number the classes from 0 (at most {MAX_CLASSES} classes), or rename the column"
+        if largest >= MAX_CLASSES:
             raise UsageError(f"{found}: {remedy}")
         return [str(label) for label in range(largest + 1)]
 
