@@ -13,7 +13,7 @@ from rectified_flow.flags import choose
 from rectified_flow.latents.autoencoders import Autoencoder, PretrainedAutoencoder, open_autoencoder
 from rectified_flow.registry import names, register
 from rectified_flow.spaces.pixels import Pixels
-from rectified_flow.spaces.space import RGB, Space
+from rectified_flow.spaces.space import RGB, Shape, Space
 
 PIXELS_AT_ONCE = 2**20  # pixels that are encoded or decoded at once: their activations take many times the memory
 
@@ -36,7 +36,7 @@ class StoredLatents(Space):
 
     key = "latents"
 
-    def __init__(self, shape: Sequence[int], mean: Sequence[float] = (), std: Sequence[float] = ()) -> None:
+    def __init__(self, shape: Shape, mean: Sequence[float] = (), std: Sequence[float] = ()) -> None:
         self.shape = tuple(shape)
         self.mean = list(mean) or [0.0] * self.shape[0]
         self.std = list(std) or [1.0] * self.shape[0]
@@ -101,7 +101,7 @@ class Latents(StoredLatents):
         self,
         autoencoder: Autoencoder,
         image_size: int,
-        shape: Sequence[int] | None = None,
+        shape: Shape | None = None,
         *,
         mean: Sequence[float] = (),
         std: Sequence[float] = (),

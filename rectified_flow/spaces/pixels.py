@@ -10,7 +10,7 @@ from rectified_flow import randomness
 from rectified_flow.condition import AugmentationLabels, ConditionSpecs, Values
 from rectified_flow.registry import register
 from rectified_flow.spaces.augmentation import NUMBERS, augmented
-from rectified_flow.spaces.space import RGB, RGBA, Space
+from rectified_flow.spaces.space import RGB, RGBA, Shape, Space
 
 LEVEL = 1 / 127.5  # distance of two levels of 8 bits in [-1, 1]
 
@@ -30,9 +30,7 @@ class Pixels(Space):
             which the network takes as a condition; 0 for none.
     """
 
-    def __init__(
-        self, shape: Sequence[int] | None = None, *, horizontal_flip: bool = False, augmentation: float = 0.0
-    ) -> None:
+    def __init__(self, shape: Shape | None = None, *, horizontal_flip: bool = False, augmentation: float = 0.0) -> None:
         self.shape = None if shape is None else tuple(shape)
         self.horizontal_flip, self.augmentation = horizontal_flip, augmentation
         self._sides = None if self.shape is None else self.shape[-2:]

@@ -1,12 +1,13 @@
 """The contract of a data space."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from copy import copy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 import torch
+from annotated_types import Interval
 from torch import Tensor, nn
 
 from rectified_flow.condition import ConditionSpecs, Values
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from rectified_flow.system.pictures import Legend
 
 RGB, RGBA = 3, 4
+Shape = Sequence[Annotated[int, Interval(gt=0, lt=2**31)]]
 
 
 class Space(ABC):

@@ -126,7 +126,7 @@ NONSENSE: list[tuple[Reader, str, str, list[Any]]] = [
     (sample, FLOW, "time_distribution", [3, {"kind": "Pixels"}, []]),
     (sample, FLOW, "time_distribution.mean", ["0", None, NAN]),
     (sample, FLOW, "space", [3, {}, {"kind": "Uniform", "shift": 1.0}]),
-    (sample, FLOW, "space.shape", [[3, 7, 7], [4, 8, 8], [3, 8], "8", [3, 8, "8"]]),
+    (sample, FLOW, "space.shape", [[3, 7, 7], [4, 8, 8], [3, 8], [3, -8, 8], [3, 8, 10**30], "8", [3, 8, "8"]]),
     (sample, FLOW, "network", [None, 3, {"kind": "Pixels"}, {"kind": "Unet", "dim": 16}]),
     (sample, FLOW, "network.dim", ["8", 8.5, 0, -8, None, 10**30]),
     (sample, FLOW, "network.blocks_per_level", [0, -1, 10**30]),
