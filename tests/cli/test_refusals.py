@@ -20,7 +20,7 @@ COLUMNS = f"--dataset_path {{columns.data}}/columns {UNET} --output_dir {{tmp}}/
 TRANSLATION = f"--dataset_path {{paired.data}}/to {UNET} --output_dir {{tmp}}/run"
 TEACHER = "--teacher {distilled.data}/teacher --output_dir {tmp}/run"
 PATHS = "--teacher {distilled.data}/teacher --teacher_dir {distilled.one}/paths --output_dir {tmp}/run"
-PAIRS = "--method reflow --teacher {reflow.data}/teacher --output_dir {tmp}/run"
+PAIRS = "--method reflow --teacher {reflow.data}/teacher --output_dir {tmp}/reflow"
 
 REFUSALS: dict[tuple[str, str], list[tuple[str, str]]] = {
     (TRAIN, FLOWERS): [
