@@ -386,7 +386,7 @@ class AugmentationLabels(Condition):
         return torch.zeros(count, self.size, device=device)
 
     def none_like(self, values: Tensor) -> Tensor:
-        """Return the values, which always stay."""
+        """Return the values unchanged: this condition is never dropped."""
         return values
 
     def embedding(self, dim: int) -> nn.Module:

@@ -36,12 +36,12 @@ RATE, CRITIC_RATE, WARM_UP, DECAY_SHARE = 2e-3, 3e-4, 300, 0.25
 CROP = 112
 """Side of the training pictures [px], random parts of the crops: a feature may be anywhere on the grid of 8 px."""
 NOISE = 0.15
-"""Largest standard deviation of the noise on latents, relative to theirs: the decoder learns to forgive a flow."""
+"""Largest standard deviation of the noise on latents, relative to theirs, for robustness to errors of a flow."""
 SCALED_SHARE = 0.3
 """Share of steps in which reduced latents must decode to reduced pictures, which makes latents smooth
 (Kouzelis et al. 2025, arXiv:2502.09509)."""
 ADVERSARIAL = 0.02
-"""Weight of the discriminator's verdict beside the error of the pixels."""
+"""Weight of the adversarial loss relative to the pixel loss."""
 SAVE_EVERY = 120.0
 """Processor time between checkpoints [s]."""
 Array = NDArray[np.uint8]

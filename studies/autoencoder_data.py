@@ -18,10 +18,10 @@ from PIL import Image, ImageDraw, ImageEnhance, ImageFilter, ImageFont
 Image.MAX_IMAGE_PIXELS = None
 SIDE, DRAWN = 128, 5_000
 HELD_OUT = 16
-"""One of so many pictures, with all its crops, is for the figures only."""
+"""One picture in so many, with all its crops, is used for evaluation only."""
 FILTERS = (Image.Resampling.LANCZOS, Image.Resampling.BICUBIC, Image.Resampling.HAMMING)
 PHOTOGRAPHS = ("Acrylic", "ColdWarm", "Dark_Ivy", "LightWaves", "Road", "SeaSunset")
-"""Of gnome-backgrounds 3.38, those that its file AUTHORS gives a licence."""
+"""Pictures of gnome-backgrounds 3.38 whose licences are listed in its file AUTHORS."""
 
 
 @dataclass(frozen=True)

@@ -106,8 +106,8 @@ def check_source(data: DataConfig, flags: SourceConfig, space: Space) -> None:
         space: the space of the data.
 
     Raises:
-        UsageError: if the pictures to start from are no folder, or are among those to generate, or if the pictures
-            cannot be degraded.
+        UsageError: if ``--source_path`` is not a folder or lies inside ``--dataset_path``, or if the degradation does
+            not support the data.
     """
     degradation = choose_degradation(flags.degrade)
     if degradation is not None and space.shape is not None:

@@ -106,7 +106,7 @@ def real_data(
     """Return a run's training data, the held-out pictures, if any, and the pictures of the held-out loss. Collective.
 
     Args:
-        measure: has the folders that have moved.
+        measure: flags with the new paths of moved folders.
         trained: the trained flow, whose conditions columns have.
         state: state of the processes.
 

@@ -114,7 +114,7 @@ def _describe(error: Exception) -> str:
         return f"{rank}out of memory ({first_line(error)}): lower --batch_size, or end other programs that use it"
     if "DistError" in kinds or ("RuntimeError" in kinds and "gloo" in str(error)):
         return f"{rank}lost the connection to another process, which ended or hangs ({first_line(error)})"
-    # If renaming failed, the new name. A missing file is a fault of this package.
+    # filename2 is the new name if a rename failed. A missing file indicates a bug, so its traceback is printed.
     if isinstance(error, OSError) and error.filename is not None and not isinstance(error, FileNotFoundError):
         return f"{_program()}: {rank}{error.filename2 or error.filename}: {error.strerror}"
     return rank + "".join(traceback.format_exception(error))

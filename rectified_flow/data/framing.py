@@ -37,7 +37,7 @@ class Framing:
         """Build the framing from the values of flags; ``image_size`` is the short side.
 
         Raises:
-            UsageError: if the ratio is none, or the long side would be no whole number.
+            UsageError: if ``aspect_ratio`` is not WIDTH:HEIGHT, or the long side is not an integer.
         """
         width, height = parse_ratio(aspect_ratio)
         short = min(width, height)

@@ -114,7 +114,7 @@ def find_source(dataset: str, dataset_path: str | Path | None = None, **argument
     """Return the source that arguments of :func:`open_dataset` name.
 
     Raises:
-        UsageError: if it does not exist, or its space reads folders of files and it is none.
+        UsageError: if the source does not exist, or if ``space`` needs a folder of files.
     """
     split, space = arguments.get("split", "train"), arguments.get("space")
     if dataset_path is None and folder_reader(space) is not None:

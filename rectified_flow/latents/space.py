@@ -142,7 +142,7 @@ class Latents(StoredLatents):
         return RGB, self.image_size, self.image_size
 
     def scaled_like(self, other: Space) -> Space:
-        """Return the other space of latents, with this autoencoder: its folder may have moved.
+        """Return the other space of latents with the autoencoder of this space, whose folder may have moved.
 
         Raises:
             UsageError: if the other space has another autoencoder.

@@ -240,7 +240,7 @@ def is_measured(file: Path) -> bool:
     """Return whether a picture file holds measurements rather than a picture, by its header.
 
     These are values of 16 or more bits or of float, or a TIFF file with 2 or more than 4 channels or with several
-    pages. Neither tifffile nor imagecodecs is needed. A file that cannot be read is none.
+    pages. Neither tifffile nor imagecodecs is needed. Returns False for a file that cannot be read.
     """
     suffix = file.suffix.lower()
     with suppress(Exception), open_regular(file) as stream:  # decoders raise exceptions of many types

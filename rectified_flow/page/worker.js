@@ -79,7 +79,7 @@ async function draw(job) {
   });
 }
 
-/** The only row of latents that is shown on the way, since decoding takes long; all rows of a model without a decoder. */
+/** The first row of latents, for previews, because decoding all rows is slow; all rows of a model without a decoder. */
 function firstRow(model, x) {
   return model.decoder ? x.subarray(0, model.inputs.x.shape.slice(1).reduce((a, b) => a * b)) : x;
 }

@@ -38,7 +38,7 @@ from rectified_flow.errors import DamageError, NewerError, UsageError
 from rectified_flow.system.files import flush, hash_file, locked, read_document, reading, replace_file
 
 MANIFEST, MARKER = "manifest.json", "building.json"
-FORMAT = 1  # format of manifests; to be raised when a program that knows the keys of one would still misunderstand it
+FORMAT = 1  # version of manifests; increase it if an older program would misread a new one that has the same keys
 CHECKPOINT = "checkpoint"  # kind of a checkpoint
 READ_SUFFIXES = (".json", ".safetensors")
 """Suffixes of files that programs may look for by name, so that one without a record is damage."""

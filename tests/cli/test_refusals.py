@@ -210,7 +210,7 @@ ON_TWO = [
     (SAMPLE, "--checkpoint {labels.one} --classes tulip", "labels: tulip does not exist: pass names, like a, b, or"),
     (EVALUATE, "--checkpoint {labels.one} --output_dir /proc/nothing", "/proc/nothing cannot be written"),
 ]
-"""What the ranks agree on, and rank 0 says."""
+"""Errors that all ranks detect and rank 0 prints: program, flags and part of the message."""
 
 
 class Places(dict[str, object]):
