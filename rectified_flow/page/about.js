@@ -4,7 +4,7 @@ const at = (id) => document.getElementById(id);
 
 /** Describe a model, of which there is the model.json. */
 export function showAbout(model) {
-  const [, , height, width] = model.inputs.x.shape;
+  const [height, width] = (model.decoder ?? model.inputs.x).shape.slice(-2);
   const classes = model.classes.length ? `, ${model.classes.length} classes` : "";
   const ends = `from ${model.source?.as === "start" ? "picture" : "noise"} to picture`;
   const kind = model.kind === "map" ? "flow map" : "rectified flow";
