@@ -124,7 +124,7 @@ def real_data(
     pictures, share = open_data(config.run_data, source, trained.flow.conditions), config.data.holdout
     if share == 0:
         return pictures, None, None
-    seed = config.data.data_seed or config.run.seed
+    seed = config.run.seed if config.data.data_seed is None else config.data.data_seed
     split = hold_out(pictures, share, seed)
     if split.problem is not None:
         state.print(f"warning: comparing with all pictures, as {split.problem}")
