@@ -49,7 +49,7 @@ def test_another_seed_batch_or_precision_is_reported(
 
 
 def test_a_full_disk_keeps_the_run_and_the_checkpoint_before(tmp_path: Path) -> None:
-    """For some steps, writing a checkpoint, the metrics and the samples fails as it does on a full disk."""
+    """Make writing a checkpoint, the metrics and the samples fail for some steps, as on a full disk."""
     results = run_on_ranks(2, train_on_a_full_disk, tmp_path)
     assert results == [{"world_size": 2, "step": 8}] * 2
     kept = [path.name for path in sorted((tmp_path / "checkpoints").glob("[!.]*"))]

@@ -1,4 +1,4 @@
-"""What is special to runs on columns of captions, numbers and labels: prompts, grids and guidance by a column."""
+"""Tests of runs on columns of captions, numbers and labels: prompts, grids and guidance by a column."""
 
 from collections.abc import Callable
 from pathlib import Path

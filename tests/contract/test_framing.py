@@ -1,4 +1,4 @@
-"""What is special to rectangles, transparency and crops, and to looks and plans of a folder that write no run."""
+"""Tests of rectangles, transparency and crops, and of ``--look`` and ``--dry_run``, which do not create a run."""
 
 import json
 from collections.abc import Callable
@@ -30,7 +30,7 @@ def runs(kind_runs: Callable[[str], Runs]) -> Runs:
 
 
 def printed(flags: str) -> str:
-    """What train_oxford.py prints."""
+    """Return the text that train_oxford.py prints."""
     setattr(catalog, "SyntheticFlowers", partial(SyntheticFlowers, count=64))  # noqa: B010 -- in a process of its own
     with redirect_stdout(StringIO()) as output:
         train(parse(TrainConfig, "", flags.split()))

@@ -1,4 +1,4 @@
-"""What is special to runs from pictures to pictures: names of results, the way back, masks and partners."""
+"""Tests of runs from pictures to pictures: names of results, the way back, masks and partners."""
 
 import shutil
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What is special to the custom parts of this folder, which pass through every program in tests/contract."""
+"""Tests of the custom parts of this folder, beyond the programs of tests/contract."""
 
 import re
 from collections.abc import Callable

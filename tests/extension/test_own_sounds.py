@@ -1,4 +1,4 @@
-"""What is special to sounds, a kind of data of one's own, which passes through every program in tests/contract."""
+"""Tests of sounds, a custom kind of data, beyond the programs of tests/contract."""
 
 import shutil
 import wave

@@ -33,7 +33,7 @@ def test_the_shape_is_found_without_weights_and_other_sides_are_refused() -> Non
 
 
 def test_reconstructions_of_drawn_pictures_are_nearer_than_those_of_a_reduction() -> None:
-    """Of a reduction to as many values: 26 x 26 x 3 for 16 x 16 x 8."""
+    """Compare with a bicubic reduction to as many values: 26 x 26 x 3 for latents of 16 x 16 x 8."""
     rng = np.random.default_rng(0)
     flowers = np.stack([draw_flower(species, 128, rng) for species in SPECIES[:8]])
     pictures = torch.from_numpy(flowers).permute(0, 3, 1, 2).float() / 127.5 - 1

@@ -1,4 +1,4 @@
-"""What is special to runs on measurements: values, ranges, unknown values and the page; see tests/contract."""
+"""Tests of runs on measurements: values, ranges, unknown values and the page; see also tests/contract."""
 
 import json
 import shutil
