@@ -72,6 +72,8 @@ class Rule:
     """The flag describes this machine, such as the place of a folder: a student of a teacher may set it."""
     recorded: bool = True
     """``config.json`` keeps the flag."""
+    for_pictures: bool = False
+    """The flag has no effect on the items of a registered dataset."""
     shapes_training: bool = False
     """A resumed run with another value trains differently, which is reported."""
 

@@ -17,6 +17,7 @@ from rectified_flow.cli import planning, programs
 from rectified_flow.cli.config import TrainConfig
 from rectified_flow.cli.data import build_space
 from rectified_flow.cli.record import resolved
+from rectified_flow.data.build import ImageSource
 from rectified_flow.training.speed import Speed
 from tests.ranks import run_on_ranks
 
@@ -63,11 +64,25 @@ def stand_in() -> Iterator[None]:
         yield
 
 
+class Sizes(ImageSource):
+    """A source of which a recipe reads the sizes of the pictures only."""
+
+    def __init__(self, sizes: list[tuple[int, int]]) -> None:
+        self.sizes = sizes
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def size_of(self, index: int) -> tuple[int, int]:
+        """Return the size of a picture."""
+        return self.sizes[index]
+
+
 def planned(config: TrainConfig, count: int, rate: Callable[[TrainConfig], float]) -> TrainConfig:
     """Return the flags of a planned run on a machine that trains at ``rate(flags)`` images per second."""
     config, has_begun = resolved(config)
     with patch.object(planning, "training_speed", lambda config, *_: Speed(rate(config))):
-        chosen = config if has_begun else planning.with_recipe(config, count)
+        chosen = config if has_begun else planning.with_recipe(config, Sizes([(256, 256)] * count))
         return planning.with_plan(chosen, has_begun, count, {}, build_space(chosen.data))
 
 

@@ -11,7 +11,10 @@ from rectified_flow.system.terminal import size_text
 def check_sides(config: TrainConfig, space: Space) -> None:
     """Raise a UsageError if the levels of the Unet cannot halve the sides of the pictures, or of their latents."""
     size, levels = config.data.image_size, len(config.network.dim_mults)
-    height, width = (space.shape or config.data.framing.shape)[-2:]
+    shape = space.shape or config.data.framing.shape
+    if len(shape) < 3:  # a registered network takes such items
+        return
+    height, width = shape[-2:]
     divisor, common = 2 ** (levels - 1), gcd(height, width)
     if config.network.network == UNET and common % divisor > 0:
         kind = "pictures" if space.autoencoder is None else "latents"

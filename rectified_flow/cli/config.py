@@ -81,7 +81,9 @@ class FlowConfig(Flags):
 class TeacherConfig(Flags):
     """The trained rectified flow whose samples are the training data of --method distill or reflow."""
 
-    teacher: Annotated[Path | None, flag(excludes="augment holdout init_from stop_when_memorising")] = None
+    teacher: Annotated[
+        Path | None, flag(for_pictures=True, excludes="augment holdout init_from stop_when_memorising")
+    ] = None
     """Run or checkpoint of a rectified flow; data and network are those of its run."""
     teacher_samples: Annotated[
         Positive | None, flag(needs="teacher"), default_is("5000; 50000 with --method reflow")
@@ -107,7 +109,7 @@ class EvaluationConfig(Flags):
     """Number of samples for each evaluation."""
     feature_network: FeatureNetwork = "inception"
     """Features for comparing pictures: inception (FID and KID), or efficientnet_lite0 (no download)."""
-    stop_when_memorising: bool = False
+    stop_when_memorising: Annotated[bool, flag(for_pictures=True)] = False
     """Stop when the loss on --holdout pictures rises; `best` has the lowest held-out loss."""
 
 
@@ -157,17 +159,17 @@ class TrainProgramConfig(ProgramConfig):
     """Start from the flags in this file, a run's config.json; flags on the command line override them."""
     budget: Annotated[
         str | None,
-        flag(recorded=False),
+        flag(recorded=False, for_pictures=True),
         default_is("1h with --dataset_path or a teacher, if no flag gives the length"),
     ] = None
     """Time to train, such as 90s, 30m, 2h or 1d; network, length and learning rate are chosen for it."""
-    extend: Annotated[str | None, flag(recorded=False)] = None
+    extend: Annotated[str | None, flag(recorded=False, for_pictures=True)] = None
     """Time by which to continue a run that has reached its last step."""
-    one_step: Annotated[bool, flag(recorded=False, excludes="flow")] = False
+    one_step: Annotated[bool, flag(recorded=False, for_pictures=True, excludes="flow")] = False
     """Then distil the run to a one-step generator in OUTPUT_DIR/one-step; each gets half of the budget."""
     dry_run: Annotated[bool, flag(recorded=False)] = False
     """Check the flags, print the plan of the run with its time and memory, and exit."""
-    look: Annotated[bool, flag(recorded=False)] = False
+    look: Annotated[bool, flag(recorded=False, for_pictures=True)] = False
     """Open and describe the pictures, write some as the network sees them to OUTPUT_DIR/look.png, and exit."""
 
     def __post_init__(self) -> None:

@@ -13,7 +13,6 @@ from rectified_flow.data.config import ColumnConfig, DataConfig, RunData, Source
 from rectified_flow.data.metadata import Column, choose_columns, identity_of
 from rectified_flow.data.open import (
     find_source,
-    folder_reader,
     open_dataset,
     open_images,
     read_table,
@@ -25,6 +24,7 @@ from rectified_flow.data.store import ImageDataset
 from rectified_flow.data.stream import Batches
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.features import RealData
+from rectified_flow.evaluation.heldout import Split, hold_out
 from rectified_flow.flags import Choice, choose, choose_named, refuse, typed_options
 from rectified_flow.flows.flow import Flow
 from rectified_flow.registry import find, names, parameters_of
@@ -33,14 +33,18 @@ from rectified_flow.spaces.space import Space
 from rectified_flow.system.terminal import line
 
 
-def open_registered(config: DataConfig) -> tuple[Dataset[Any] | None, ImageSource | None]:
-    """Return ``(items, None)`` or ``(None, source)`` for a registered ``--dataset`` or another space, else two None."""
+def find_data(config: DataConfig) -> ImageSource | Dataset[Any]:
+    """Return the source of the images that the flags name, or the items of a registered ``--dataset``.
+
+    Raises:
+        UsageError: if there is no such source.
+    """
     if config.dataset_path is None and config.dataset in names("dataset"):
         choice = choose("dataset", "dataset", config.dataset, config.dataset_options)
-        opened = choice.build(image_size=config.image_size, cache_dir=config.cache_dir)
-        return (None, opened) if isinstance(opened, ImageSource) else (opened, None)
+        found: ImageSource | Dataset[Any] = choice.build(image_size=config.image_size, cache_dir=config.cache_dir)
+        return found
     refuse({"dataset_options": config.dataset_options}, "has no effect without a registered --dataset; leave it out")
-    return None, None if folder_reader(config.space) is None else find_source(**data_arguments_of(config))
+    return find_source(**data_arguments_of(config))
 
 
 def open_pictures(config: DataConfig, source: ImageSource | None = None) -> ImageDataset:
@@ -48,7 +52,7 @@ def open_pictures(config: DataConfig, source: ImageSource | None = None) -> Imag
 
     Args:
         config: the flags of the data.
-        source: the image source of a registered ``--dataset``, in place of the one that the flags name.
+        source: the source of the images, if it has been found already.
 
     Raises:
         UsageError: if they cannot be found, read or stored.
@@ -61,7 +65,7 @@ def open_data(data: RunData, source: ImageSource | None = None, kinds: Condition
 
     Args:
         data: the block ``data`` of ``config.json``.
-        source: the image source of a registered ``--dataset``.
+        source: the source of the images, if it has been found already.
         kinds: the conditions of a trained flow, from which columns take their kinds.
 
     Raises:
@@ -161,7 +165,7 @@ def add_columns(
     Args:
         pictures: the pictures.
         flags: the flags of the columns.
-        source: the image source of a registered ``--dataset``.
+        source: the source of the images, if it has been found already.
         kinds: the conditions of a trained flow. Columns take their kinds from it, and other columns are left out.
         seed: seed of the choice among several captions.
 
@@ -187,6 +191,14 @@ def add_columns(
     if flags.text_encoder and not any(each.kind.is_text for each in columns.values()):
         raise UsageError("--text_encoder has no effect: no column of --condition_on has captions; leave it out")
     return pictures.with_columns(columns, seed=seed)
+
+
+def split_of(pictures: ImageDataset, data: DataConfig) -> Split | None:
+    """Return the split by ``--holdout`` into training pictures and held-out pictures, which may be too few. Collective.
+
+    None without ``--holdout``. The split of a run is the same wherever its pictures are opened.
+    """
+    return hold_out(pictures, data.holdout, data.data_seed or 0) if data.holdout else None
 
 
 def check_classes(flow: Flow, source: object, pictures: RealData) -> None:
@@ -217,13 +229,13 @@ def can_augment(data: DataConfig) -> bool:
     return "augmentation" in parameters_of(getattr(kind, "of", kind))
 
 
-def build_space(data: DataConfig, items: Any = None, source: ImageDataset | ImageSource | None = None) -> Space:
+def build_space(data: DataConfig, found: ImageDataset | ImageSource | Dataset[Any] | None = None) -> Space:
     """Build the space of the flags; the scales of a space of latents are measured later.
 
     Args:
         data: the flags of the data.
-        items: a registered dataset of items, the first of which has the shape of the data.
-        source: the data in a store, or in the files of a folder, whose range is not known yet.
+        found: the data in a store, in the files of a folder, whose range is not known yet, or items, the first of which
+            has the shape of the data.
 
     Raises:
         UsageError: if there is no such space or autoencoder, or the size of the pictures does not suit it.
@@ -241,12 +253,12 @@ def build_space(data: DataConfig, items: Any = None, source: ImageDataset | Imag
         needless = "autoencoder" not in parameters_of(target)
         refuse({"autoencoder": needless}, f"encodes pictures, and the data are {kind.__name__}: leave it out")
         given |= {"autoencoder": data.autoencoder, "autoencoder_options": data.autoencoder_options}
-    elif items is not None:
-        given |= {"shape": tuple(Batches(items).__getitems__([0])[kind.key].shape[1:])}
+    elif found is None or isinstance(found, ImageDataset | ImageSource):
+        given |= {"shape": data.framing.shape, "source": found}
     else:
-        given |= {"shape": data.framing.shape}
+        given |= {"shape": tuple(Batches(found).__getitems__([0])[kind.key].shape[1:])}
     choice = Choice("space", target, typed_options("space", target, options))
-    return cast(Space, choice.build(source=source, **given))
+    return cast(Space, choice.build(**given))
 
 
 def choose_degradation(text: str | None) -> Degradation | None:

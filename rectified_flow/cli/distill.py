@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rectified_flow import randomness
 from rectified_flow.cli.config import TrainConfig
-from rectified_flow.cli.data import check_classes, check_columns
+from rectified_flow.cli.data import check_classes, check_columns, split_of
 from rectified_flow.condition import ConditionSpecs
 from rectified_flow.data.config import DataConfig
 from rectified_flow.data.fill import fill
@@ -21,7 +21,6 @@ from rectified_flow.data.store import NOISE_FILE, RECIPE_FILE, ImageDataset, Sto
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.evaluator import conditions_of
-from rectified_flow.evaluation.heldout import hold_out
 from rectified_flow.flows import Solver
 from rectified_flow.flows.flow import SOURCE
 from rectified_flow.flows.rectified import RectifiedFlow
@@ -326,7 +325,7 @@ class _Generator:
 
 def _seen_by(pictures: ImageDataset, data: DataConfig) -> ImageDataset:
     """Return the pictures that a teacher was trained on, without those that it held out. Collective."""
-    split = hold_out(pictures, data.holdout, data.data_seed or 0) if data.holdout else None
+    split = split_of(pictures, data)
     if split is None or split.problem is not None:
         return pictures
     return split.divide(pictures)[0]

@@ -9,9 +9,10 @@ from tqdm.auto import tqdm
 
 from rectified_flow.cli.build import guidance_of, open_trained
 from rectified_flow.cli.config import TrainConfig
-from rectified_flow.cli.data import check_classes, open_data, open_registered
+from rectified_flow.cli.data import check_classes, find_data, open_data, split_of
 from rectified_flow.cli.flags.sampling import EvaluateConfig, MeasureConfig
 from rectified_flow.cli.record import config_in
+from rectified_flow.data.build import ImageSource
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.distributed.join import check_equal
@@ -19,7 +20,7 @@ from rectified_flow.errors import UsageError
 from rectified_flow.evaluation import agreement, likelihood, translation  # noqa: F401 -- they register scores
 from rectified_flow.evaluation.evaluator import Comparison, Evaluator
 from rectified_flow.evaluation.features import RealData, RenderedItems
-from rectified_flow.evaluation.heldout import HeldOutPictures, hold_out
+from rectified_flow.evaluation.heldout import HeldOutPictures
 from rectified_flow.flags import flags_in, plain, replaced
 from rectified_flow.load import RESULTS_FILE, Trained, autocast, read_results
 from rectified_flow.runs import checkpoint
@@ -118,20 +119,18 @@ def real_data(
         config = replaced(config, _framing_of(trained, measure))
     places = {name: getattr(measure, name) for name in ("dataset_path", "cache_dir", "source_path")}
     config = replaced(config, {name: path for name, path in places.items() if path is not None})
-    items, source = open_registered(config.data)
-    if items is not None:
-        return RenderedItems(items, trained.flow.space, config.data.dataset), None, None
-    pictures, share = open_data(config.run_data, source, trained.flow.conditions), config.data.holdout
-    if share == 0:
-        return pictures, None, None
-    seed = config.run.seed if config.data.data_seed is None else config.data.data_seed
-    split = hold_out(pictures, share, seed)
-    if split.problem is not None:
-        state.print(f"warning: comparing with all pictures, as {split.problem}")
+    found = find_data(config.data)
+    if not isinstance(found, ImageSource):
+        return RenderedItems(found, trained.flow.space, config.data.dataset), None, None
+    pictures = open_data(config.run_data, found, trained.flow.conditions)
+    split = split_of(pictures, config.data)
+    if split is None or split.problem is not None:
+        if split is not None:
+            state.print(f"warning: comparing with all pictures, as {split.problem}")
         return pictures, None, None
     training, held_out = split.divide(pictures)
     # A run with a teacher does not learn the velocity on pictures, so that loss says nothing about it.
-    return training, held_out, None if config.teacher.teacher else HeldOutPictures(training, held_out, seed)
+    return training, held_out, None if config.teacher.teacher else HeldOutPictures(training, held_out, config.run.seed)
 
 
 def _framing_of(trained: Trained, measure: MeasureConfig) -> dict[str, Any]:

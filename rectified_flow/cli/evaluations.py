@@ -6,17 +6,17 @@ import numpy as np
 from accelerate import PartialState
 
 from rectified_flow.cli.config import EvaluationConfig, TrainConfig
-from rectified_flow.cli.plan import MIN_TO_HOLD_OUT
+from rectified_flow.cli.data import split_of
+from rectified_flow.cli.plan import MIN_TO_HOLD_OUT, proposed_share
 from rectified_flow.data.store import ImageDataset, StoreDataset
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.evaluator import Evaluator
 from rectified_flow.evaluation.features import RealData
-from rectified_flow.evaluation.heldout import PATIENCE, HeldOutPictures, Split, hold_out
+from rectified_flow.evaluation.heldout import PATIENCE, HeldOutPictures, Split
 from rectified_flow.evaluation.report import name_some
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.system.terminal import line
 from rectified_flow.training.evaluations import EvaluationHook, HeldOutHook
-from rectified_flow.training.trainer import Callback
 
 MEASUREMENTS = 10
 """Least number of measurements of the held-out loss in a run by default, before the limit of MEASURED_SHARE."""
@@ -24,24 +24,27 @@ MEASURED_SHARE = 0.05
 """Largest share of a run's computations for the held-out loss, unless a flag asks for its measurement."""
 
 
-def hold_out_pictures(pictures: ImageDataset, config: TrainConfig, *, asked: bool) -> Split | None:
+def hold_out_pictures(pictures: ImageDataset, config: TrainConfig) -> Split | None:
     """Return the split by ``--holdout``, or None if nothing is held out. Collective.
 
     Args:
         pictures: all pictures.
         config: the flags of the run.
-        asked: whether a flag, and not a recipe, requests held-out pictures.
 
     Raises:
-        UsageError: if a split that was asked for leaves too few pictures on a side.
+        UsageError: if the split of a flag, and not of a recipe, leaves too few pictures on a side, or
+            ``--stop_when_memorising`` has none.
     """
-    state, share = PartialState(), config.data.holdout
-    if share == 0:
+    state, share, split = PartialState(), config.data.holdout, split_of(pictures, config.data)
+    asked = "holdout" in config.given or config.evaluation.stop_when_memorising
+    if split is None:
+        if config.evaluation.stop_when_memorising:
+            remedy = f"pass --holdout {proposed_share(len(pictures)):g}"
+            raise UsageError(f"--stop_when_memorising needs pictures to measure on: {remedy}")
         if len(pictures) < MIN_TO_HOLD_OUT and not asked:
             text = f"none of {len(pictures)} pictures, as too few would be left: the run cannot warn when it memorises"
             state.print(line("held out", text))
         return None
-    split = hold_out(pictures, share, config.data.data_seed or 0)
     if split.problem is not None:
         if asked:
             raise UsageError(f"--holdout {share:g} leaves {split.problem}: change it, or pass --holdout 0")
@@ -77,16 +80,14 @@ def build_heldout_hook(
     return HeldOutHook(pictures, every, stops=config.stop_when_memorising)
 
 
-def build_evaluations(
+def build_evaluation_hook(
     config: EvaluationConfig, pictures: RealData, held_out: ImageDataset | None = None, *, seed: int
-) -> list[Callback]:
-    """Return the callbacks of ``--evaluate_every``.
+) -> EvaluationHook:
+    """Return the callback of ``--evaluate_every``.
 
     Raises:
         UsageError: if the feature network is unavailable.
     """
-    if config.evaluate_every == 0:
-        return []
     network, count = config.feature_network, config.evaluation_samples
     evaluator = Evaluator(pictures, network, num_samples=count, seed=seed, held_out=held_out)
-    return [EvaluationHook(evaluator, config.evaluate_every, keeps_best=not config.stop_when_memorising)]
+    return EvaluationHook(evaluator, config.evaluate_every, keeps_best=not config.stop_when_memorising)

@@ -5,6 +5,7 @@ Flags that the user sets are never changed. The chosen flags are recorded, so a 
 
 import os
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from math import ceil, inf
 from typing import Any
 
@@ -19,7 +20,8 @@ from rectified_flow.cli.data import can_augment
 from rectified_flow.cli.distill import DistillationData, recipe_of
 from rectified_flow.cli.record import config_of
 from rectified_flow.condition import ConditionSpecs
-from rectified_flow.data.store import OriginalInfo
+from rectified_flow.data.build import ImageSource
+from rectified_flow.data.framing import Crop
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import command_line, plain, refuse, replaced, values_of
@@ -37,6 +39,7 @@ from rectified_flow.training.speed import Speed, measure_speed, summarize
 
 DEFAULT_BUDGET = "1h"
 """Budget of runs on a folder of pictures and of runs with a teacher, unless a flag gives the length."""
+SIZES = 200  # number of pictures whose sizes are read before they are decoded
 LENGTH_FLAGS = {"num_epochs", "train_num_steps"}
 BATCH_FLAGS = {"global_batch_size", "batch_size"}
 NETWORK_FLAGS = ("network", "dim", "dim_mults", "network_options")
@@ -67,32 +70,38 @@ def check_length(config: TrainConfig) -> None:
         refuse(budget, "excludes --resume PATH, which keeps the length of that run: pass --init_from PATH instead")
 
 
-def with_recipe(config: TrainConfig, count: int, originals: OriginalInfo | None = None) -> TrainConfig:
-    """Return the flags of a new run on ``count`` pictures, and print the chosen ones. Collective.
-
-    Args:
-        config: the flags so far.
-        count: number of pictures.
-        originals: properties of the pictures before they were resized, if known.
-    """
+def with_recipe(config: TrainConfig, source: ImageSource) -> TrainConfig:
+    """Return the flags of a new run on the pictures of a source, and print the chosen ones. Collective."""
     if not may_choose(config):
         return config
-    fixed, flags = fixed_flags(config), dict[str, Any]()
+    fixed, flags, count = fixed_flags(config), dict[str, Any](), len(source.numbers_without(config.data.exclude))
     if config.teacher.teacher is None:
         flags = plan.for_pictures(count, augmentable=can_augment(config.data))
         if budget_of(config) is not None and not config.program.look:
             flags.pop("augment", None)  # the plan decides it, when it knows the number of passes
-        if originals is not None and config.data.autoencoder is None and config.data.aspect_ratio == "1:1":
+        if config.data.autoencoder is None and config.data.aspect_ratio == "1:1":
             multiple = max(plan.MIN_SIDE, 2 ** (len(config.network.dim_mults) - 1))
-            visible = max if config.data.crop == "none" else min
-            side = ceil(visible(originals.width[1], originals.height[1]) / multiple) * multiple
-            flags |= {"image_size": side} if side < config.data.image_size else {}
+            side = ceil(side_of(source, config.data.crop) / multiple) * multiple
+            flags |= {"image_size": side} if 0 < side < config.data.image_size else {}
         flags = {name: value for name, value in flags.items() if name not in fixed}
     if flags:
         words = " ".join(command_line(flags))
         text = f"{words}, for {count:,} pictures; flags override them (docs/budget.md)"
         PartialState().print(line("recipe", text))
     return replaced(config, flags)
+
+
+def side_of(source: ImageSource, crop: Crop) -> int:
+    """Return the largest side among pictures of a source [px]: the short side, or with pads the long side."""
+
+    def largest() -> int:
+        sides = list[int]()
+        for number in range(0, len(source), ceil(len(source) / SIZES)):
+            with suppress(Exception):  # a broken picture is reported when it is decoded
+                sides.append((max if crop == "none" else min)(source.size_of(number)))
+        return max(sides, default=0)
+
+    return on_main(PartialState(), largest)
 
 
 def fixed_flags(config: TrainConfig, alternatives: Iterable[set[str]] = ALTERNATIVES) -> set[str]:

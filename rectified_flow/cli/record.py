@@ -25,9 +25,13 @@ def config_in(document: Mapping[str, Any], source: object, kind: type[C]) -> C:
     """Return the config that the ``config.json`` of a run records; flags that it lacks have their defaults."""
     flags = checked(kind, flags_in(document), source)
     try:
-        return replaced(kind(), flags)
+        return _with_data_seed(replaced(kind(), flags))
     except UsageError as error:
         raise DamageError(f"{source} is damaged: {error}") from error
+
+
+def _with_data_seed(config: C) -> C:
+    return replaced(config, {"data_seed": config.run.seed}) if config.data.data_seed is None else config
 
 
 def config_of(path: Path, kind: type[C] = TrainConfig) -> C:  # type: ignore[assignment]
@@ -82,8 +86,7 @@ def resolved(config: C) -> tuple[C, bool]:
             known = replaced(known, {"global_batch_size": share * state.num_processes, "batch_size": batch})
         return known, True
     config = replaced(config, {"method": config.method})
-    if config.data.data_seed is None:
-        config = replaced(config, {"data_seed": config.run.seed})
+    config = _with_data_seed(config)
     if config.method in ("mean_flow", "distill") and "lr_decay" not in config.given:
         config = replaced(config, {"lr_decay": "cosine"})
     distilled = DistillationData.of(config)

@@ -1,6 +1,5 @@
 """The training program: open the data, plan the run, build the flow, train."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,22 +13,19 @@ from rectified_flow.cli.build import build_flow, choose_flow, choose_network, jo
 from rectified_flow.cli.checks import check_sides
 from rectified_flow.cli.config import OneStepConfig, TrainConfig, check_folders
 from rectified_flow.cli.data import (
-    add_source,
     build_space,
     check_source,
+    find_data,
     open_data,
-    open_pictures,
-    open_registered,
     with_space,
 )
 from rectified_flow.cli.distill import DistillationData, open_drawn
-from rectified_flow.cli.evaluations import build_evaluations, build_heldout_hook, hold_out_pictures
-from rectified_flow.cli.plan import proposed_share
+from rectified_flow.cli.evaluations import build_evaluation_hook, build_heldout_hook, hold_out_pictures
 from rectified_flow.cli.record import check_one_step, resolved
 from rectified_flow.condition import Labels
 from rectified_flow.data.build import ImageSource
 from rectified_flow.data.config import RunData
-from rectified_flow.data.store import ImageDataset, StoreDataset
+from rectified_flow.data.store import ImageDataset
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.distributed.join import check_equal
 from rectified_flow.errors import UsageError
@@ -80,60 +76,60 @@ def train_run(config: TrainConfig) -> bool:
     check_flags(config)
     state, dry_run = join(config), config.program.dry_run
     set_seed(config.run.seed)
+
+    # What the flags leave open is decided by the folders of the run, of its teacher and of the data.
     config, has_begun = resolved(config)
     config = replace(config, data=with_space(config.data, may_choose=not (has_begun or config.teacher.teacher)))
-    items, source = open_registered(config.data)
-    if items is not None:
-        return _train_on_items(config, items, state)
+    found = find_data(config.data)
+    if not isinstance(found, ImageSource):
+        check_items(config)
+    elif not has_begun:
+        config = planning.with_recipe(config, found)
     if config.program.look:
-        return _look(replaced(config, {"autoencoder": None}), source)
+        return _look(replaced(config, {"autoencoder": None}), found)
 
-    space = _space_of(config, source, has_begun=has_begun)
+    # All checks come before the decoding of the pictures, which can take hours.
+    space = _space_of(config, found, has_begun=has_begun)
     on_main(state, lambda: check_start(config.run, config.init.origin, writes=not dry_run))
     if not dry_run:
         space.prepare(state.device)
-    config, pictures = _open_pictures(config, source, chooses=not has_begun)
-    space = build_space(config.data, source=pictures) if space.autoencoder is None else space
-    split, distilled = _split(config, pictures), DistillationData.of(config)
-    count = len(pictures) if split is None else len(split.training)
-    config = planning.with_plan(config, has_begun, count, pictures.conditions, space)
+    data = _open_data(config, found)
+    space = build_space(config.data, data) if space.autoencoder is None else space
+    distilled, has_pictures = DistillationData.of(config), isinstance(data, ImageDataset)
+    split = hold_out_pictures(data, config) if has_pictures and distilled is None else None
+    count, conditions = len(data) if split is None else len(split.training), getattr(data, "conditions", {})
+    if has_pictures or dry_run:
+        config = planning.with_plan(config, has_begun, count, conditions, space)
     check_sides(config, space)
 
-    flow = build_flow(config, pictures.conditions, space.with_augmentation(config.data.augment))
+    # The flags are final.
+    flow = build_flow(config, conditions, space.with_augmentation(config.data.augment))
     start_from(config.init.origin if distilled is None else distilled.source, config.run, flow)
-    state.print(
-        lines({"pictures": summarize_pictures(pictures)} | ({"values": space.summary} if space.summary else {}))
-    )
+    state.print(lines(_summary(data) | ({"values": space.summary} if space.summary else {})))
     if dry_run:
         planning.print_dry_run(config, flow, count if distilled is None else distilled.count)
         return True
     if distilled is not None and not has_begun:  # a run that is killed while it generates the data keeps its plan
-        document = describe_run(config.run, describe(flow), pictures, **_records(config))
+        document = describe_run(config.run, describe(flow), data, **_records(config))
         on_main(state, lambda: write_config(config.run.output_dir, document))
-    rows, callbacks = _open_rows(config, flow, pictures), list[Callback]()
-    if split is None:
-        callbacks += build_evaluations(config.evaluation, pictures, seed=config.run.seed)
-        preview_data = None if distilled is None else pictures  # distillation data have no texts
-        return _trainer(config, flow, rows, callbacks, preview_data=preview_data).train()
-    seen, unseen = split.divide(rows)
-    callbacks.append(build_heldout_hook(config.run, config.evaluation, seen, unseen))
-    callbacks += build_evaluations(config.evaluation, *split.divide(pictures), seed=config.run.seed)
-    return _trainer(config, flow, seen, callbacks, preview_data=unseen).train()
+    rows = _open_rows(config, flow, data)
+    training, held_out = (rows, None) if split is None else split.divide(rows)
+    callbacks = _callbacks(config, flow, data, split, training, held_out)
+    texts_of = data if distilled is not None else held_out  # distillation data have no texts for previews
+    run = Trainer(flow, training, config.run, callbacks=callbacks, preview_data=texts_of, **_records(config))
+    return run.train()
 
 
-def _look(config: TrainConfig, source: ImageSource | None) -> bool:
+def _look(config: TrainConfig, source: Any) -> bool:
     """Print a report of the pictures, and write some as training augments them. Collective."""
-    config, pictures = _open_pictures(config, source, chooses=True)
-    look(config.run.output_dir, pictures, build_space(config.data, source=pictures))
+    pictures = _open_data(config, source)
+    look(config.run.output_dir, pictures, build_space(config.data, pictures))
     return True
 
 
-def _space_of(config: TrainConfig, source: ImageSource | None, *, has_begun: bool) -> Space:
-    """Return the space of the data, whose scale may be unknown yet, after all checks that need no data.
-
-    They come first, because the decoding of the pictures can take hours.
-    """
-    space = build_space(config.data, source=source)
+def _space_of(config: TrainConfig, found: Any, *, has_begun: bool) -> Space:
+    """Return the space of the data, whose scale may be unknown yet, after all checks that need no data."""
+    space = build_space(config.data, found)
     check_source(config.data, config.source, space)
     by_features = config.evaluation.evaluate_every > 0 and "frechet" not in space.metrics
     refuse({"evaluate_every": by_features}, "compares features of photographs: leave it out, and run evaluate.py")
@@ -162,29 +158,60 @@ def check_flags(config: TrainConfig) -> None:
     choose_flow(config)
 
 
-def _train_on_items(config: TrainConfig, items: Any, state: PartialState) -> bool:
-    """Train on the items of a registered dataset; return whether the run finished."""
-    data, evaluation = config.data, config.evaluation
-    for_pictures = {"autoencoder", "holdout", "one_step", "budget", "extend", "look", "stop_when_memorising"}
-    for_pictures |= {"source_path", "condition_on", "teacher"}
-    for name in sorted(for_pictures & config.given):
-        raise UsageError(f"--{name} is for pictures, and --dataset {data.dataset} has items of another kind")
-    flow = build_flow(config, getattr(items, "conditions", {}), build_space(data, items))
-    on_main(state, lambda: check_start(config.run, config.init.origin, writes=not config.program.dry_run))
-    start_from(config.init.origin, config.run, flow)
-    if config.program.dry_run:
-        planning.print_speed(config, len(items), flow.conditions, flow.space)
-        planning.print_dry_run(config, flow, len(items))
-        return True
-    callbacks: list[Callback] = []
-    if evaluation.evaluate_every:
-        callbacks += build_evaluations(evaluation, RenderedItems(items, flow.space, data.dataset), seed=config.run.seed)
-    return _trainer(config, flow, items, callbacks).train()
+def check_items(config: TrainConfig) -> None:
+    """Raise a UsageError if a flag is for pictures, and the data are items of a registered dataset."""
+    for name, rule in sorted(rules_of(type(config)).items()):
+        if rule.for_pictures and name in config.given:
+            raise UsageError(f"--{name} is for pictures, and --dataset {config.data.dataset} has items of another kind")
 
 
-def _trainer(config: TrainConfig, flow: Flow, dataset: Any, callbacks: Sequence[Callback], **more: Any) -> Trainer:
-    """Build the trainer, whose ``config.json`` has the flags of the run."""
-    return Trainer(flow, dataset, config.run, callbacks=callbacks, **_records(config), **more)
+def _open_data(config: TrainConfig, found: Any) -> Any:
+    """Return the pictures of a source, with their columns and sources, or items as they are. Collective."""
+    if not isinstance(found, ImageSource):
+        return found
+    pictures = open_data(config.run_data, found)
+    unequal = [name for name, column in pictures.columns.items() if not isinstance(column.kind, Labels)]
+    if config.flow.coupling == "ot" and unequal:
+        raise UsageError(
+            f"--coupling ot pairs only rows with equal conditions, and {unequal[0]} differs in most rows: leave it out"
+        )
+    # Different numbers of pictures would desynchronise the processes.
+    facts = {"the number of pictures": len(pictures), "their fingerprint": pictures.fingerprint}
+    check_equal(PartialState(), lambda: facts)
+    return pictures
+
+
+def _summary(data: Any) -> dict[str, str]:
+    """Return a line on the data for the report of the run."""
+    return {"pictures": summarize_pictures(data)} if isinstance(data, ImageDataset) else {"items": str(len(data))}
+
+
+def _open_rows(config: TrainConfig, flow: Flow, data: Any) -> Any:
+    """Return the data as the space of the flow encodes them, or the data of a teacher. Collective.
+
+    The flow gets the space of these rows, whose scales are known now.
+    """
+    if (distilled := DistillationData.of(config)) is not None:
+        rows, space = open_drawn(distilled, data, config)
+        flow.space = flow.space.scaled_like(space)
+    else:
+        rows, flow.space = flow.space.encode_all(data, mirrored=config.data.horizontal_flip)
+    return rows
+
+
+def _callbacks(
+    config: TrainConfig, flow: Flow, data: Any, split: Split | None, training: Any, held_out: Any
+) -> list[Callback]:
+    """Return the callbacks that evaluate the network during training."""
+    callbacks, pictures = list[Callback](), [data]
+    if split is not None:
+        callbacks.append(build_heldout_hook(config.run, config.evaluation, training, held_out))
+        pictures = [*split.divide(data)]
+    elif not isinstance(data, ImageDataset):
+        pictures = [RenderedItems(data, flow.space, config.data.dataset)]
+    if config.evaluation.evaluate_every:
+        callbacks.append(build_evaluation_hook(config.evaluation, *pictures, seed=config.run.seed))
+    return callbacks
 
 
 def _records(config: TrainConfig) -> dict[str, Any]:
@@ -192,51 +219,6 @@ def _records(config: TrainConfig) -> dict[str, Any]:
     of_data = rules_of(RunData)
     flags = {name: value for name, value in recorded(config).items() if name not in of_data}
     return {"data": describe(config.run_data), "flags": flags}
-
-
-def _open_pictures(
-    config: TrainConfig, source: ImageSource | None, *, chooses: bool
-) -> tuple[TrainConfig, ImageDataset]:
-    """Open the pictures, and return them with the flags that suit them. Collective."""
-    pictures = open_data(config.run_data, source)
-    unequal = [name for name, column in pictures.columns.items() if not isinstance(column.kind, Labels)]
-    if config.flow.coupling == "ot" and unequal:
-        raise UsageError(
-            f"--coupling ot pairs only rows with equal conditions, and {unequal[0]} differs in most rows: leave it out"
-        )
-    # Checked first, since different numbers of pictures would desynchronise the processes.
-    facts = {"the number of pictures": len(pictures), "their fingerprint": pictures.fingerprint}
-    check_equal(PartialState(), lambda: facts)
-    chosen = planning.with_recipe(config, len(pictures), pictures.info.originals) if chooses else config
-    if chosen.data.framing != config.data.framing:  # the pictures are smaller
-        smaller = open_pictures(chosen.data, source)
-        pictures = add_source(smaller, chosen.data, chosen.source).with_columns(
-            pictures.columns, seed=chosen.data.data_seed or 0
-        )
-    return chosen, pictures
-
-
-def _split(config: TrainConfig, pictures: ImageDataset) -> Split | None:
-    """Return the training pictures and those to hold out; None if none are, as of distillation data. Collective."""
-    if config.data.holdout <= 0 and config.evaluation.stop_when_memorising:
-        remedy = f"pass --holdout {proposed_share(len(pictures)):g}"
-        raise UsageError(f"--stop_when_memorising needs pictures to measure on: {remedy}")
-    asked = "holdout" in config.given or config.evaluation.stop_when_memorising
-    return None if config.teacher.teacher else hold_out_pictures(pictures, config, asked=asked)
-
-
-def _open_rows(config: TrainConfig, flow: Flow, pictures: ImageDataset) -> StoreDataset:
-    """Return the pictures as the space encodes them, or the data of a teacher. Collective.
-
-    ``flow`` gets the space of these rows, whose scales are known now.
-    """
-    dataset: StoreDataset
-    if (distilled := DistillationData.of(config)) is not None:
-        dataset, space = open_drawn(distilled, pictures, config)
-        flow.space = flow.space.scaled_like(space)
-    else:
-        dataset, flow.space = flow.space.encode_all(pictures, mirrored=config.data.horizontal_flip)
-    return dataset
 
 
 def start_from(origin: Path | None, run: TrainingConfig, flow: Flow) -> None:

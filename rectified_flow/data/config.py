@@ -52,7 +52,7 @@ class DataConfig(Flags):
     """Data space: Pixels, Fields for measurements (.npy, .tif, 16-bit .png), or a registered one."""
     space_options: Options = ()
     """Arguments of the space; of measurements: value_range, transform, show, channels_last, store_bits."""
-    autoencoder: Annotated[str | None, flag(local=True, excludes="augment")] = None
+    autoencoder: Annotated[str | None, flag(local=True, for_pictures=True, excludes="augment")] = None
     """Train on latents of small (in the package), haar (wavelet), a diffusers folder or hub id, or a registered one."""
     autoencoder_options: Annotated[Options, flag(needs="autoencoder")] = ()
     """Arguments of a registered autoencoder."""
@@ -60,7 +60,7 @@ class DataConfig(Flags):
     """Mirror half of the training images."""
     augment: Probability = 0.0
     """Probability of each augmentation; the network is conditioned on it. Try 0.15 on small data."""
-    holdout: Fraction = 0.0
+    holdout: Annotated[Fraction, flag(for_pictures=True)] = 0.0
     """Fraction of the images to hold out, to detect memorisation."""
     data_seed: Annotated[Seed | None, default_is("--seed")] = None
     """Seed of the held-out images, of unpaired sources, and of the choice among several captions."""
@@ -90,7 +90,7 @@ class DataConfig(Flags):
 class SourceConfig(Flags):
     """Source pictures, for image-to-image translation."""
 
-    source_path: Annotated[Path | None, flag(local=True, excludes="degrade")] = None
+    source_path: Annotated[Path | None, flag(local=True, for_pictures=True, excludes="degrade")] = None
     """Folder of source pictures, which are translated to pictures like those of the dataset."""
     paired: Annotated[bool, flag(needs="source_path", excludes="coupling")] = False
     """Pair files of the same name in both folders (cut pairs in one file first); otherwise pairs are random."""
@@ -123,7 +123,7 @@ class SourceConfig(Flags):
 class ColumnConfig(Flags):
     """Conditions from metadata columns: captions, numbers and labels."""
 
-    condition_on: Annotated[tuple[str, ...], default_is("none")] = ()
+    condition_on: Annotated[tuple[str, ...], flag(for_pictures=True), default_is("none")] = ()
     """Columns to train on as conditions, of metadata.csv, metadata.jsonl, NAME.txt (text) or a dataset; or all."""
     condition_types: Annotated[
         tuple[str, ...],

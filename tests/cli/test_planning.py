@@ -8,13 +8,12 @@ from accelerate import PartialState
 from rectified_flow.cli.config import OneStepConfig, TrainConfig, TrainProgramConfig, seconds_of
 from rectified_flow.cli.planning import budget_of, check_length, chooses_network, facts_of, with_recipe
 from rectified_flow.data.config import DataConfig
-from rectified_flow.data.store import OriginalInfo
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import parse, recorded
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.spaces.pixels import Pixels
-from tests.programs import planned
+from tests.programs import Sizes, planned
 
 FAST, SLOW = 1e6, 2e4
 """Images per second of a network of width 1 on two machines; the time of a step grows with the square of the width."""
@@ -50,9 +49,8 @@ def test_augmentation_is_chosen_by_the_passes_if_there_is_a_budget() -> None:
 )
 def test_small_pictures_are_not_enlarged(largest: tuple[int, int], words: str, side: int) -> None:
     """The side is a multiple of 8 that the levels can halve, unless a flag sets it."""
-    originals = OriginalInfo(width=[4, largest[0]], height=[4, largest[1]], enlarged=0, duplicates=0)
     config = parse(TrainConfig, "Train.", f"--dataset_path pictures {words}".split())
-    assert with_recipe(config, 2000, originals).data.image_size == side
+    assert with_recipe(config, Sizes([(4, 4), largest] * 80)).data.image_size == side
 
 
 def test_a_config_built_in_python_is_trained_as_it_is() -> None:

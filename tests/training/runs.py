@@ -9,7 +9,7 @@ from typing import Any, Literal
 from accelerate.utils import set_seed
 
 from rectified_flow.cli.config import EvaluationConfig
-from rectified_flow.cli.evaluations import build_evaluations
+from rectified_flow.cli.evaluations import build_evaluation_hook
 from rectified_flow.data.build import open_store
 from rectified_flow.data.sources.synthetic_flowers import SyntheticFlowers
 from rectified_flow.data.store import ImageDataset
@@ -85,7 +85,9 @@ def build_trainer(config: TrainingConfig, dataset: ImageDataset, tiny: Tiny = RE
     evaluation = EvaluationConfig(
         evaluate_every=tiny.evaluate_every, evaluation_samples=20, feature_network="efficientnet_lite0"
     )
-    callbacks = [*build_evaluations(evaluation, dataset, seed=config.seed), *parts.pop("callbacks", [])]
+    callbacks = parts.pop("callbacks", [])
+    if tiny.evaluate_every:
+        callbacks = [build_evaluation_hook(evaluation, dataset, seed=config.seed), *callbacks]
     return Trainer(tiny.build(dataset), dataset, config, callbacks=callbacks, **parts)
 
 
