@@ -1,7 +1,6 @@
 """Models for the Hugging Face hub, and the cards that they carry."""
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +15,6 @@ from rectified_flow.load import read_trained
 from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.checkpoint import CONFIG_FILE, FLOW_FILE
-from tests.programs import assert_refused
 from tests.test_load import FLOWS, same, write
 
 
@@ -87,17 +85,6 @@ def test_a_card_of_a_flow_from_pictures_samples_from_them(tmp_path: Path) -> Non
     assert "flow.sample(source=pictures)" in written.text
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ("--license mit", "--license needs --save_pretrained: pass both"),
-        ("--license MIT --save_pretrained model", "is not a license id of the hub: choose one such as mit"),
-    ],
-)
-def test_a_licence_that_is_refused(flags: str, words: str) -> None:
-    assert_refused("sample.py", 1, flags, words)
-
-
 @pytest.mark.parametrize("name", FLOWS)
 def test_as_the_hub_has_it(name: str, tmp_path: Path) -> None:
     flow = FLOWS[name]()
@@ -129,24 +116,6 @@ def test_a_damaged_folder_of_the_hub(tmp_path: Path, content: bytes | None, word
         config.write_bytes(content)
     with pytest.raises(UsageError, match=words):
         load_pretrained(tmp_path)
-
-
-def test_a_model_is_saved_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flow = FLOWS["rectified"]()
-    save_pretrained(flow, tmp_path)
-    weights = (tmp_path / checkpoint.MODEL_FILE).read_bytes()
-
-    def refuse(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", refuse)
-        with pytest.raises(OSError, match="No space"):
-            save_pretrained(flow, tmp_path)
-    assert (tmp_path / checkpoint.MODEL_FILE).read_bytes() == weights
-    assert not list(tmp_path.glob(".*.tmp"))
-    save_pretrained(flow, tmp_path)
-    same(load_pretrained(tmp_path), flow)
 
 
 def test_a_model_is_uploaded_with_its_card(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,6 @@ from rectified_flow.flows.flow import Flow, network_of
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.times import LogitNormal, Uniform
-from rectified_flow.hub import save_pretrained
 from rectified_flow.load import build_flow, load_flow
 from rectified_flow.networks.unet import Unet
 from rectified_flow.registry import describe
@@ -122,35 +121,9 @@ def test_a_checkpoint_of_another_flow_or_none_is_refused(tmp_path: Path) -> None
         load_flow(bare)
 
 
-@pytest.mark.parametrize(
-    ("description", "sentence"),
-    [
-        ({"kind": "Pixels"}, "describes a Pixels, not a flow"),
-        ({"kind": "Nowhere"}, r"the kind Nowhere is not registered: pass --import MODULE"),
-        ({"kind": "RectifiedFlow"}, "RectifiedFlow cannot be built from its description"),
-        ({}, "the kind None is not registered"),
-    ],
-)
-def test_a_damaged_description_is_told_with_its_file(
-    tmp_path: Path, description: dict[str, Any], sentence: str
-) -> None:
-    path = checkpoint.save(tmp_path / "checkpoints", 1, {}, {FLOW_FILE: description})
-    with pytest.raises(UsageError, match=sentence) as told:
-        load_flow(tmp_path)
-    assert str(path) in str(told.value)
-
-
 class Own(nn.Module):
     def forward(self, x: Tensor, t: Tensor) -> Tensor:
         return x
-
-
-def test_parts_that_are_not_registered_are_not_described(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"RectifiedFlow\.network is a Own, neither plain data nor of a registered"):
-        describe(RectifiedFlow(Own()))
-    with pytest.raises(UsageError, match=r"RectifiedFlow\.network is a Own"):
-        save_pretrained(RectifiedFlow(Own()), tmp_path)
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_flow_with_weights_outside_its_network_is_saved_whole() -> None:

@@ -33,7 +33,6 @@ OURS = (
 )
 """Names of files that programs write."""
 FOLDERS = ("samples", "generated", "exported", "checkpoints/step_00000001", "step_00000001", "pairs", "paths", ".git")
-FOLDERS_OF_USERS = ("features-of-my-thesis", "F.building", "F.removing")
 
 
 def fill(folder: Path) -> dict[Path, bytes | None]:

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from rectified_flow.cli.programs import PROGRAMS
-
 ROOT = Path(__file__).resolve().parent.parent
 TINY = "--image_size 16 --dim 16 --dim_mults 1 2 --batch_size 4 --num_samples 4 --sample_steps 2 --save_every 2"
 
@@ -34,16 +32,6 @@ def test_it_holds_every_file_of_the_package(wheel: Path) -> None:
     if not kept:
         pytest.skip("not a checkout")
     assert kept == {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("rectified_flow/")}
-
-
-def test_its_console_commands_are_those_of_the_readme(wheel: Path) -> None:
-    with zipfile.ZipFile(wheel) as content:
-        [name] = [name for name in content.namelist() if name.endswith("entry_points.txt")]
-        entry_points = content.read(name).decode()
-    readme = (ROOT / "README.md").read_text()
-    assert "rectified-flow = rectified_flow.cli.programs:main\n" in entry_points
-    for name in PROGRAMS:
-        assert f"rectified-flow {name}" in readme
 
 
 @pytest.mark.slow

@@ -3,9 +3,7 @@
 import importlib
 import subprocess
 import sys
-import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import psutil
@@ -15,7 +13,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-from turns import PEER, Times, Turns, ratio, take_turns
+from turns import Turns, take_turns
 
 from rectified_flow.training.state import TrainingState
 from tests.patience import PATIENCE, wait_for
@@ -23,59 +21,13 @@ from tests.patience import PATIENCE, wait_for
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
-def work(seconds: float, log: Path, turns: Turns) -> None:
-    """Keep the processor busy, and write down whose turn it was."""
-    turns.facts["name"] = f"{seconds:g}"
-    while True:
-        until = time.process_time() + seconds
-        while time.process_time() < until:
-            pass
-        with log.open("a") as file:
-            file.write(f"{seconds:g} ")
-        turns.done(work=10)
-
-
 def leave(turns: Turns) -> None:
     turns.done()
-
-
-@pytest.mark.slow
-def test_turns_alternate_and_are_timed(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    times = take_turns({"short": partial(work, 0.02, log), "long": partial(work, 0.06, log)}, rounds=2, pieces=2)
-    assert log.read_text().split() == ["0.02", "0.06", *["0.02"] * 2, *["0.06"] * 4, *["0.02"] * 2]
-    assert [len(each.seconds) for each in times.values()] == [2, 2]
-    assert times["long"].facts == {"name": "0.06"}
-    assert 0.006 <= times["long"].median < 0.02, "a unit of ten"
-    assert 2 < ratio(times["long"], times["short"]).median < 4
 
 
 def test_who_leaves_early_is_named() -> None:
     with pytest.raises(RuntimeError, match="deserter ended too early"):
         take_turns({"deserter": leave}, rounds=2)
-
-
-def test_ratios_are_of_rounds() -> None:
-    """A slow moment of the machine, in which both took ten times as long, is not seen."""
-    assert str(ratio(Times([2, 20, 3], {}), Times([1, 10, 1], {}))) == "2.00 [2.00, 3.00]"
-
-
-def test_a_machines_table_takes_the_place_of_its_last(tmp_path: Path) -> None:
-    from bench import write_table
-
-    page = tmp_path / "README.md"
-    page.write_text("# Benchmarks\n\nText.\n")
-    write_table("card (8 GB)", "| old |", page)
-    write_table("processor", "| other |", page)
-    write_table("card (8 GB)", "| new |", page)
-    assert page.read_text() == "# Benchmarks\n\nText.\n\n## card (8 GB)\n\n| new |\n\n## processor\n\n| other |\n"
-
-
-@pytest.mark.slow
-def test_rounds_end_when_their_time_is_over(tmp_path: Path) -> None:
-    """A round of all contenders is completed, so that ratios have as many of each."""
-    times = take_turns({name: partial(work, 0.01, tmp_path / "log") for name in "ab"}, rounds=1000, minutes=0)
-    assert [len(each.seconds) for each in times.values()] == [1, 1]
 
 
 def test_a_part_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
@@ -92,41 +44,10 @@ def test_a_part_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path: 
     assert psutil.wait_procs(children, timeout=PATIENCE)[1] == []
 
 
-def test_a_part_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    import bench
-
-    monkeypatch.setattr(bench, "_measure", fail)
-    [row] = bench.measure_part("data", PATIENCE / 60)
-    assert row.remark == "failed, see the error above"
-
-
-def fail(*_: object) -> None:
-    raise ValueError("no luck")
-
-
-def test_slow_bf16_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import training_speed
-
-    flags = training_speed.Flags()
-    for slowness, names in ((1.0, [PEER, "float32", "bf16"]), (40.0, [PEER, "float32"])):
-        monkeypatch.setattr(training_speed, "compare_bf16", lambda slowness=slowness: slowness)
-        assert list(training_speed.build_contenders(flags, 8, tmp_path)) == names
-    [row] = training_speed.measure_rows(training_speed.Flags(image_sizes=(), pictures=1))
-    assert row.remark == "left out: bf16 takes 40.0 times as long as float32 on this processor"
-
-
 @pytest.mark.parametrize("name", sorted(file.stem for file in BENCHMARKS.glob("*.py")))
 def test_every_benchmark_imports(name: str) -> None:
     """Without the peer, which only ``pip install -e .[benchmark]`` brings."""
     importlib.import_module(name)
-
-
-@pytest.mark.slow
-def test_a_tiny_comparison_of_mean_flow_steps() -> None:
-    import mean_flow
-
-    rows = mean_flow.measure_rows(mean_flow.Flags(image_size=8, batch_size=2, dim=8, rounds=1))
-    assert [row.against for row in rows] == ["rectified flow step"] * 2
 
 
 def verdicts(output: str) -> dict[str, str]:
@@ -188,12 +109,3 @@ def test_a_fault_fails_on_a_first_run(
     output = capfd.readouterr().out
     assert verdicts(output) == {check: "FAIL"}
     assert output.endswith(f"1 failed: {check}\n")
-
-
-def test_a_first_run_names_what_its_time_was_too_short_for(capfd: pytest.CaptureFixture[str]) -> None:
-    import first_gpu
-
-    assert first_gpu.main(first_gpu.Flags(minutes=0.1, only=("pictures", "compiled-mean"))) == 0
-    output = capfd.readouterr().out
-    assert verdicts(output) == {"pictures": "skip", "compiled-mean": "skip"}
-    assert "--only compiled-mean" in output

@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from rectified_flow.cli.evaluate import evaluate, real_data
+from rectified_flow.cli.evaluate import _write_down, evaluate, real_data
 from rectified_flow.cli.flags.sampling import EvaluateConfig, MeasureConfig
 from rectified_flow.distributed.join import join_processes
 from rectified_flow.errors import UsageError
@@ -114,15 +114,11 @@ def test_a_folder_that_is_too_small_to_split_again(
     assert "warning: comparing with all pictures, as" in "".join(capfd.readouterr())
 
 
-def test_a_result_takes_the_place_of_its_like(run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_result_takes_the_place_of_its_like(tmp_path: Path) -> None:
     for steps in (1, 2, 1):
-        measure("--checkpoint", run, "--steps", steps, "--output_dir", tmp_path)
+        _write_down(tmp_path, {"seed": 0, "steps": steps, "distances": {}})
     results = json.loads((tmp_path / "evaluation.json").read_text())
     assert [each["steps"] for each in results] == [2, 1]
-    told = capfd.readouterr().out
-    assert "against 21 of pictures (train split, 8 px)" in told
-    assert "efficientnet_lite0_kernel_distance" in told
-    assert "colours_8x8_kernel_distance" in told
 
 
 def test_a_feature_network_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,8 @@ from tests import programs
 from tests.contract.kinds import Runs
 from tests.programs import refusal
 
-TRAIN, ONE_STEP, SAMPLE, EVALUATE = "train_oxford.py", "train_mean_flow.py", "sample.py", "evaluate.py"
+TRAIN, ONE_STEP, SAMPLE = "train_oxford.py", "train_mean_flow.py", "sample.py"
+EVALUATE, EXPORT = "evaluate.py", "export.py"
 UNET = "--image_size 8 --dim 8 --dim_mults 1 2 --global_batch_size 16 --train_num_steps 4"
 FLOWERS = f"--dataset synthetic-flowers {UNET} --output_dir {{tmp}}/run"
 BROKEN = f"--dataset_path {{tmp}}/broken {UNET}"
@@ -20,6 +21,7 @@ COLUMNS = f"--dataset_path {{columns.data}}/columns {UNET} --output_dir {{tmp}}/
 TRANSLATION = f"--dataset_path {{paired.data}}/to {UNET} --output_dir {{tmp}}/run"
 TEACHER = "--teacher {distilled.data}/teacher --output_dir {tmp}/run"
 PATHS = "--teacher {distilled.data}/teacher --teacher_dir {distilled.one}/paths --output_dir {tmp}/run"
+FIELDS = f"--dataset_path {{floats.data}}/floats {UNET} --output_dir {{tmp}}/run"
 PAIRS = "--method reflow --teacher {reflow.data}/teacher --output_dir {tmp}/reflow"
 
 REFUSALS: dict[tuple[str, str], list[tuple[str, str]]] = {
@@ -85,6 +87,17 @@ REFUSALS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("--degrade downsample:3", "--degrade downsample:3 does not suit --image_size: the sides 8 and 8"),
         ("--degrade grey --autoencoder haar", "--degrade and --autoencoder exclude each other"),
     ],
+    (TRAIN, FIELDS): [
+        ("--space_options value_range=1", "must be measured, percentile:P with P below 50, MIN,MAX, or"),
+        ("--space_options value_range=5,1", "the range of channel 1 is from 5 to 1"),
+        ("--space_options value_range=percentile:60", "percentile:P with P below 50"),
+        ("--space_options transform=log value_range=0,9", "transform=log is undefined for the value 0"),
+        ("--space_options transform=cube", "transform cube is not registered: choose Asinh or Linear or Log"),
+        ("--evaluate_every 4", "--evaluate_every compares features of photographs"),
+        ("--alpha", "--alpha is for pictures"),
+        ("--augment 0 --autoencoder haar", "--autoencoder encodes pictures"),
+        ("--space Pixels --space_options transform=log", "Pixels takes KEY=VALUE with the keys"),
+    ],
     (ONE_STEP, FLOWERS): [
         ("--dataset_path {tmp}/nowhere", "is not a folder"),
         ("--mixed_precision fp16", "fp16 needs a GPU"),
@@ -137,6 +150,8 @@ REFUSALS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("--checkpoint {tmp}/nowhere", "no checkpoint at"),
         ("--classes a,bb", "labels: bb does not exist: pass names (perhaps b?), or numbers up to 1\n"),
         ("--classes 2", "labels: 2 does not exist: pass names, like a, b, or numbers up to 1\n"),
+        ("--license mit", "--license needs --save_pretrained: pass both"),
+        ("--license MIT --save_pretrained {tmp}/model", "is not a license id of the hub: choose one such as mit"),
         ("--num_samples 1000000000000000", "--num_samples is 1000000000000000; it must be at most"),
         ("--strength 0.5", "--strength needs --from_images: pass both"),
         ("--autoguidance 2 --reverse --from_images {tmp}", "--reverse and --autoguidance exclude each other"),
@@ -193,6 +208,9 @@ REFUSALS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("--dataset_path {tmp}/moved", "is not a folder"),
         ("--dataset_path {paired.data}/to", "was trained on different classes than to"),
         ("--output_dir /proc/nothing", "--output_dir /proc/nothing cannot be written"),
+    ],
+    (EXPORT, OUTPUT): [
+        ("--checkpoint {tmp}/nowhere", "there is no checkpoint at"),
     ],
 }
 ON_TWO = [

@@ -1,6 +1,5 @@
 """sample.py: from a checkpoint to numbered pictures, alike on 1 and 2 processes; and what it refuses."""
 
-import resource
 import shutil
 import sys
 from dataclasses import replace
@@ -13,7 +12,6 @@ from PIL import Image
 
 from rectified_flow.cli.flags.sampling import SampleConfig
 from rectified_flow.cli.sample import LOCK_FILE, sample
-from rectified_flow.errors import RunError
 from rectified_flow.flags import parse
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.rectified import RectifiedFlow
@@ -55,20 +53,6 @@ def draw(*flags: object) -> None:
 
 def pictures(folder: Path) -> dict[str, np.ndarray]:
     return {file.name: np.asarray(Image.open(file)).astype(int) for file in sorted(folder.glob("*.png"))}
-
-
-def test_the_same_pictures_on_two_processes_and_in_other_batches(run: Path, tmp_path: Path) -> None:
-    flags = ["--checkpoint", run, "--num_samples", 7, "--steps", 3, "--guidance_scale", 2, "--classes", "dog,0"]
-    one, two = tmp_path / "one", tmp_path / "two"
-    run_on_ranks(1, draw, *flags, "--batch_size", 64, "--output_dir", one)
-    run_on_ranks(2, draw, *flags, "--batch_size", 2, "--output_dir", two)
-    alone, shared = pictures(one), pictures(two)
-    assert list(alone) == [*(f"{i:05d}.png" for i in range(7)), "grid.png"]
-    assert list(shared) == list(alone)
-    for name, picture in alone.items():
-        assert np.abs(picture - shared[name]).max() <= 1, f"{name}: more than rounding"
-    assert alone["00000.png"].shape == (8, 8, 3)
-    assert not np.array_equal(alone["00000.png"], alone["00002.png"])
 
 
 def test_what_it_says_and_leaves(run: Path, tmp_path: Path) -> None:
@@ -158,14 +142,6 @@ def test_the_nearest_training_pictures_are_shown_with_their_distances(
     assert program("sample.py", f"{words} {tmp_path}/moved".split())[0] == 0
 
 
-def test_calls_and_classes_are_told(run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    draw("--checkpoint", run, "--num_samples", 3, "--steps", 3, "--classes", "all", "--output_dir", tmp_path)
-    told = capfd.readouterr().out
-    assert "3 of the network for each picture" in told
-    assert "cat, dog" in told
-    assert "settings    steps 3, solver ab2\n" in told
-
-
 def test_autoguidance_by_the_early_checkpoint(run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Samples move away from those of the early checkpoint, alike on 1 and 2 processes, and need that checkpoint."""
     source = checkpoint.newest_checkpoint(run / "checkpoints")
@@ -234,25 +210,3 @@ def test_a_folder_that_another_process_draws_into_is_refused(run: Path, tmp_path
             f"another process is writing to --output_dir {tmp_path}: wait until it ends, or choose another folder",
         )
     assert not list(tmp_path.glob("*.png"))
-
-
-def write_on_a_full_disk(folder: Path) -> str:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))
-    with pytest.raises(RunError) as told:
-        write_picture(folder / "00000.png", np.zeros((8, 8, 3), dtype=np.uint8))
-    return str(told.value)
-
-
-def test_a_full_disk_is_told_and_leaves_nothing_half_written(tmp_path: Path) -> None:
-    assert run_on_ranks(1, write_on_a_full_disk, tmp_path)[0].startswith(
-        f"{tmp_path}/.rectified-flow.json cannot be written ("
-    )
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_checkpoint_is_not_overwritten_by_the_model_that_is_made_of_it(run: Path, tmp_path: Path) -> None:
-    [path] = checkpoint.list_checkpoints(run / "checkpoints")
-    before = {file.name: file.read_bytes() for file in path.iterdir()}
-    flags = f"--checkpoint {run} --output_dir {tmp_path} --save_pretrained {path}"
-    assert_refused("sample.py", 1, flags, "belongs to a run or a checkpoint: choose another folder")
-    assert {file.name: file.read_bytes() for file in path.iterdir()} == before

@@ -17,7 +17,6 @@ from rectified_flow.cli.distill import DistillationData, open_drawn
 from rectified_flow.cli.record import resolved
 from rectified_flow.cli.train import train
 from rectified_flow.data.store import StoreDataset, StoreWriter
-from rectified_flow.errors import UsageError
 from rectified_flow.flags import command_line, parse
 from rectified_flow.flows.flow_map import DistilledFlow
 from rectified_flow.flows.rectified import RectifiedFlow
@@ -92,7 +91,7 @@ def test_paths_begin_at_other_noise_than_samples(paths: StoreDataset) -> None:
 
 
 def test_a_teacher_is_guided_by_its_early_checkpoint(tmp_path: Path) -> None:
-    """The paths are those of autoguidance; a teacher without an early checkpoint is refused."""
+    """The paths are those of autoguidance, and paths of another scale are refused."""
     run = {"train_num_steps": 8, "save_every": 1, "ema_decay": 0, "lr_warmup_steps": 0, "learning_rate": 1e-2}
     teacher = train_teacher(tmp_path / "teacher", **run)
     PartialState()
@@ -109,18 +108,11 @@ def test_a_teacher_is_guided_by_its_early_checkpoint(tmp_path: Path) -> None:
             noise=noise, steps=STEPS, guidance=Guidance(autoguidance=scale, earlier=early.exact_velocity)
         )
         assert bool((images.mul(255) - batch["images"]).abs().max() < 1) == near
-    plain = train_teacher(tmp_path / "plain")
     assert_refused(
         "train_mean_flow.py",
         1,
         f"--teacher {teacher} --autoguidance 2 --teacher_samples 64 --teacher_steps 3 --output_dir {tmp_path}/run",
         "differ in autoguidance (1.5 stored, 2",
-    )
-    assert_refused(
-        "train_mean_flow.py",
-        1,
-        f"--teacher {plain} --autoguidance 2 --output_dir {tmp_path}/other",
-        "--autoguidance needs a checkpoint of the first quarter of the teacher's run",
     )
 
 
@@ -142,13 +134,10 @@ def test_training_starts_from_the_teacher(teacher: Path, paths: StoreDataset, tm
     assert after.sample(2, labels=torch.tensor([0, 1])).shape == (2, 3, 8, 8)
 
 
-def test_a_teacher_must_predict_the_velocity_and_know_classes_to_guide(tmp_path: Path) -> None:
+def test_a_teacher_must_predict_the_velocity(tmp_path: Path) -> None:
     clean = train_teacher(tmp_path / "clean", prediction="clean")
     flags = f"--teacher {clean} --output_dir {tmp_path / 'run'}"
     assert_refused("train_mean_flow.py", 1, flags, "predicts the clean: pass one that predicts the velocity")
-    plain = train_teacher(tmp_path / "plain")
-    flags = f"--teacher {plain} --guidance_scale 2 --output_dir {tmp_path / 'run'}"
-    assert_refused("train_mean_flow.py", 1, flags, "--guidance_scale needs conditions")
 
 
 class KilledError(Exception):
@@ -181,37 +170,6 @@ def test_a_teacher_that_changed_or_went_while_it_drew(teacher: Path, tmp_path: P
     assert_refused(
         "train_mean_flow.py", 1, f"{flags} --output_dir {tmp_path}/run", "no longer exists: choose another --output_dir"
     )
-
-
-def test_a_teachers_paths_take_at_most_a_quarter_of_the_budget(
-    teacher: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """They are as many as there are already, if there are some; a run that resumes stays as long."""
-    PartialState()
-    mine = tmp_path / "teacher"
-    shutil.copytree(teacher, mine)
-
-    def flags_at(rate: float, *words: str) -> TrainConfig:
-        flags = ["--teacher", str(mine), "--output_dir", str(tmp_path / "run"), *words]
-        return planned(parse(OneStepConfig, "", flags), 1000, lambda _: rate)
-
-    config = flags_at(10.0, "--budget", "10m")
-    assert config.teacher.teacher_samples == int(150 / (8 * 0.35 / 10)), "8 calls, 0.35 of a training image each"
-    assert (config.run.train_num_steps or 0) * 16 == pytest.approx(0.9 * 450 * 10, rel=0.02)
-    for words in ((), ("--teacher_samples", "7000")):
-        assert flags_at(1000.0, *words).teacher.teacher_samples == int((*words, "5000")[1] if words else 5000), (
-            "the default, or as the flag asks for"
-        )
-    with pytest.raises(
-        UsageError,
-        match="generating 7,000 samples of the teacher would take all of --budget 1m: lower --teacher_samples",
-    ):
-        flags_at(10.0, "--budget", "1m", "--teacher_samples", "7000")
-    run_on_ranks(1, learn, mine, tmp_path / "run", None, 3)
-    shutil.rmtree(mine)
-    again = flags_at(10.0)
-    assert (again.run.num_epochs, again.run.train_num_steps) == (None, 3)
-    assert again.teacher.teacher_samples == COUNT
 
 
 def test_paths_that_exist_keep_their_precision(teacher: Path, tmp_path: Path) -> None:

@@ -62,15 +62,6 @@ def pairs(teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> StoreDatas
     return StoreDataset(path)
 
 
-def test_pictures_and_network_are_the_teachers(teacher: Path, tmp_path: Path) -> None:
-    PartialState()
-    config, _ = resolved(reflow_config(teacher, tmp_path, dim=8))
-    network = config.network
-    assert (config.data.image_size, network.dim, network.dim_mults, network.use_cfg) == (8, 8, (1, 2), True)
-    assert (config.data.dataset, config.flow.prediction) == ("synthetic-flowers", "clean")
-    assert str(config.teacher.teacher).endswith("checkpoints/step_00000005")
-
-
 def test_a_pair_is_what_the_flow_makes_of_its_noise(teacher: Path, pairs: StoreDataset) -> None:
     assert len(pairs) == COUNT
     batch = pairs.read_batch([3, 149, 70])

@@ -97,12 +97,6 @@ def test_own_pictures_start_from_the_starter(flags: str, pictures: Path, tmp_pat
         torch.testing.assert_close(trained[name], value.float(), atol=1e-5, rtol=0)
 
 
-def test_pictures_of_sides_that_default_levels_cannot_halve(pictures: Path, tmp_path: Path) -> None:
-    words = f"--dataset_path {pictures} --cache_dir {tmp_path}/cache --image_size 12 --num_samples 0 --budget 1s"
-    run_on_ranks(1, train, f"{words} --output_dir {tmp_path}/run")
-    assert flags_of(tmp_path / "run")["dim_mults"] == [1]
-
-
 def test_a_run_on_small_pictures_has_their_size(pictures: Path, tmp_path: Path) -> None:
     """It also has it after a resume by the same command, and where its data are opened again."""
     words = f"--dataset_path {pictures} --cache_dir {tmp_path}/cache --dim 8 --dim_mults 1 --num_samples 0"

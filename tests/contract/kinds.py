@@ -174,7 +174,12 @@ MEASURED = ("channel_2_wasserstein", "channel_1_spectrum_error_of_real")
 
 KINDS: dict[str, Kind] = {
     "pictures": Kind(f"--dataset_path {{data}}/pictures {UNET} --augment 0.15 --holdout 0.4", write_pictures),
-    "labels": Kind(f"--dataset_path {{data}}/pictures {PLAIN} --use_cfg", write_pictures),
+    "labels": Kind(
+        f"--dataset_path {{data}}/pictures {PLAIN} --use_cfg",
+        write_pictures,
+        sample="--num_samples 3 --steps 2 --guidance_scale 2 --classes b,0",
+        preview_is_grid=False,  # the grid has a column for each class
+    ),
     "cutouts": Kind(
         f"--dataset_path {{data}}/cutouts {PLAIN} --aspect_ratio 3:2 --crop random --alpha",
         write_cutouts,

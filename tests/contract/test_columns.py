@@ -1,5 +1,6 @@
 """Tests of runs on columns of captions, numbers and labels: prompts, grids and guidance by a column."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from PIL import Image
 
 from rectified_flow.cli.sample_request import cells_of
 from rectified_flow.load import load_flow
-from tests.contract.kinds import LAST, Runs, sample
+from tests.contract.kinds import Runs, sample
 
 
 @pytest.fixture
@@ -23,14 +24,6 @@ def test_the_network_has_learned_from_every_column(runs: Runs) -> None:
     weights = flow.network.state_dict()
     for name in ("text_embedding.outer.weight", "text_sequence.linear.weight", "size_embedding.linear.weight"):
         assert weights[name].std() > 0
-
-
-def test_the_preview_has_captions_below(runs: Runs) -> None:
-    grid = Image.open(runs.one / f"samples/{Path(LAST).name}.png")
-    assert grid.size == (2 * (112 + 2) + 2, 2 * (112 + 42 + 2) + 2)
-    strip = np.asarray(grid)[114:156, 2:114]
-    assert (strip < 100).any(), "black letters"
-    assert (strip > 250).mean() > 0.5
 
 
 def test_prompts_are_the_names_of_their_pictures(runs: Runs, tmp_path: Path) -> None:
@@ -67,3 +60,10 @@ def test_guidance_of_one_condition(runs: Runs, tmp_path: Path, capsys: pytest.Ca
     flags = "--steps 2 --num_samples 1 --set size=3 --set parity=odd --guidance size=3 parity=2"
     sample(runs.kind, f"--checkpoint {runs.one} {flags} --output_dir {tmp_path}".split())
     assert "6 of the network for each picture" in capsys.readouterr().out, "three times as many as without"
+
+
+def test_columns_that_have_changed(runs: Runs, tmp_path: Path) -> None:
+    shutil.copytree(runs.data / "columns", tmp_path / "columns")
+    (tmp_path / "columns/metadata.csv").unlink()
+    refusal = runs.call("evaluate.py", f"--dataset_path {tmp_path}/columns", tmp_path / "out")
+    assert "is not in --condition_on, with none; write" in refusal

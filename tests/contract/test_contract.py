@@ -64,10 +64,10 @@ def read(path: Path) -> np.ndarray[Any, Any]:
 
 
 @kinds("sample")
-def test_samples_are_those_of_two_processes_and_like_the_preview(runs: Runs, tmp_path: Path) -> None:
+def test_samples_are_those_of_two_processes_in_smaller_batches_and_like_the_preview(runs: Runs, tmp_path: Path) -> None:
     kind = runs.kind
     assert runs.call("sample.py", kind.sample, tmp_path / "one") == ""
-    flags = f"--checkpoint {runs.one} {kind.sample} --output_dir {tmp_path}/two".format(data=runs.data)
+    flags = f"--checkpoint {runs.one} {kind.sample} --batch_size 1 --output_dir {tmp_path}/two".format(data=runs.data)
     run_on_ranks(2, sample, kind, flags.split())
     made = [[read(tmp_path / count / name) for name in kind.written] for count in ("one", "two")]
     for one, two in zip(*made, strict=True):

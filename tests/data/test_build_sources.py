@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import DataLoader
 
 from rectified_flow.data.open import open_dataset
 from rectified_flow.data.oxford_flowers import OxfordFlowersDataset
@@ -52,18 +51,6 @@ def test_a_folder_of_every_kind_and_case(tmp_path: Path) -> None:
     assert torch.all((dataset.read_batch(range(8))["images"][:, 2].int() - 200).abs() < 8)
 
 
-def test_subfolders_are_classes(tmp_path: Path) -> None:
-    for name in ("rose/1.png", "rose/more/2.png", "daisy/1.png"):
-        save_picture(tmp_path / name)
-    dataset = open_dataset("", tmp_path, image_size=4)
-    assert dataset.class_names == ["daisy", "rose"]
-    assert dataset.labels.tolist() == [0, 1, 1]
-    again = open_dataset(**dataset.arguments | {"cache_dir": str(dataset.path.parent)})
-    assert again.path == dataset.path, "the recipe opens other pictures"
-    with pytest.raises(UsageError, match="is empty: check whether a variable is unset"):
-        open_dataset("", "", image_size=4)
-
-
 def test_the_hubs_layout(tmp_path: Path) -> None:
     folder = hub_layout(tmp_path / "set", ["cat", "dog"], [1, 0, 1])
     dataset = open_dataset("", folder, image_size=4)
@@ -72,14 +59,6 @@ def test_the_hubs_layout(tmp_path: Path) -> None:
     assert dataset.images[:, 0, 0, 0].tolist() == [10, 0, 10]
     with pytest.raises(UsageError, match="has no split 'test': pass one of train"):
         open_dataset("", folder, image_size=4, split="test")
-
-
-def test_saved_to_disk(tmp_path: Path) -> None:
-    rows = datasets.Dataset.from_dict({"picture": [Image.new("RGB", (10, 10))] * 3, "label": [2, 0, 1]})
-    rows.cast_column("picture", datasets.Image()).save_to_disk(str(tmp_path / "saved"))
-    dataset = open_dataset("", tmp_path / "saved", image_size=4)
-    assert dataset.class_names == ["0", "1", "2"]
-    assert dataset.labels.tolist() == [2, 0, 1]
 
 
 def test_rows_without_a_label_mean_no_classes(tmp_path: Path) -> None:
@@ -102,18 +81,6 @@ def test_oxford_flowers_have_their_true_names(tmp_path: Path) -> None:
     shown = [dataset.class_names[label] for label in dataset.labels]
     assert shown == ["pink primrose", "globe thistle", "sunflower"]
     assert open_dataset("", folder, image_size=4).class_names == dataset.class_names
-
-
-@pytest.mark.parametrize("settings", [{}, {"num_workers": 2, "multiprocessing_context": "spawn"}])
-def test_oxford_flowers_in_torchs_own_loader(tmp_path: Path, settings: dict[str, Any]) -> None:
-    labels = [5, 1, 3, 0, 7, 2]
-    dataset = OxfordFlowersDataset(
-        4, source=hub_layout(tmp_path, list("abcdefgh"), labels), cache_dir=tmp_path / "cache"
-    )
-    batches = list(DataLoader(dataset, batch_size=4, **settings))
-    assert [batch["images"].shape for batch in batches] == [(4, 3, 4, 4), (2, 3, 4, 4)]
-    assert torch.cat([batch["labels"] for batch in batches]).tolist() == labels
-    assert torch.cat([batch["images"] for batch in batches])[:, 0, 0, 0].tolist() == [10 * label for label in labels]
 
 
 def test_synthetic_flowers_are_distinct_and_repeatable() -> None:

@@ -5,7 +5,6 @@ import os
 import pickle
 import re
 import shutil
-from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -191,22 +190,6 @@ def test_files_are_read(folder: Path, case: str) -> None:
         np.testing.assert_allclose(found[name][1][: len(values)], np.array(values, dtype=float), rtol=1e-3)
 
 
-def test_a_column_is_printed_with_its_first_values(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Characters that control a terminal are escaped."""
-    tables = ["a thing \x1b[31m, red", '"evil \x1b]0;x\x07"'], ["3,5", "NA"]
-    rows = [
-        f"{i:02}.png;{tables[0][i % 2]};{tables[1][i % 2]};{i} and more words than a line has room for"
-        for i in range(COUNT)
-    ]
-    (folder / "metadata.csv").write_text(lines_of("file_name;kind;size;text", *rows))
-    opened(folder)
-    printed = capsys.readouterr().out
-    assert "number, 3.5 to 3.5, 1 different, missing in 10 of 20 rows: 3.5 (10)\n" in printed
-    assert "caption, 20 different: 0 and more words than a..., 1 and" in printed
-    assert "evil \\x1b]0;x\\x07 (10)" in printed
-    assert "\x1b" not in printed
-
-
 TABLE = lines_of(HEADER, *rows_of())
 NUMBERS = [str(number) for number in range(19)]
 
@@ -308,27 +291,6 @@ def test_a_dataset_has_the_same_columns(tmp_path: Path) -> None:
     assert batch["age"][0] == 3
     assert batch["age"][1].isnan()
     assert dataset.condition_texts([4]) == {"label": ["cat"], "age": [""], "text": ["a picture of number 4"]}
-
-
-def test_encoding_resumes_after_a_kill(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rows of finished blocks are not encoded again."""
-    encoder, encode, encoded = str(write_encoder(tmp_path / "encoder")), Caption.encode, list[str]()
-    monkeypatch.setattr("rectified_flow.text.store.TEXTS_AT_ONCE", 4)
-
-    def until(limit: int, kind: Caption, texts: list[str]) -> torch.Tensor:
-        if len(encoded) == limit:
-            raise KeyboardInterrupt
-        encoded.extend(texts)
-        return encode(kind, texts)
-
-    for limit, rows in ((12, rows_of()), (COUNT, None)):
-        monkeypatch.setattr(Caption, "encode", lambda *arguments, limit=limit: until(limit, *arguments))
-        with pytest.raises(KeyboardInterrupt) if limit < COUNT else nullcontext():
-            pictures = opened(folder, "text", rows=rows, text_encoder=encoder)
-    assert encoded == [f"a picture of number {i}" for i in range(COUNT)]
-    monkeypatch.undo()
-    values = pictures.read_batch(range(COUNT))["text"]
-    torch.testing.assert_close(values, pictures.columns["text"].kind.parse(encoded).half())
 
 
 def test_odd_metadata_files(folder: Path) -> None:

@@ -1,6 +1,5 @@
 """Stores: decoded once, whole or absent, shared by every process."""
 
-import json
 import multiprocessing
 import os
 import pickle
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from PIL import Image
@@ -107,32 +105,6 @@ def test_conditions_and_description(flowers: ImageDataset) -> None:
     assert flowers.conditions == {"labels": Labels(len(SPECIES), names)}
     assert flowers.condition_values([13, 0])["labels"].tolist() == [1, 0]
     assert flowers.description == f"synthetic-flowers: 46 images of 8 px, {len(SPECIES)} classes"
-
-
-def test_pixels_are_shared_not_copied(tmp_path: Path) -> None:
-    """Reading all of a large store adds next to nothing that belongs to the process alone."""
-    path = tmp_path / "store"
-    path.mkdir()
-    pixels = 48 * 2**20
-    np.ones(pixels, np.uint8).tofile(path / "images.uint8")
-    rows = {"images.uint8": [3, 64, 64]}
-    info = {"content": "", "source": "ones", "length": pixels // (3 * 64 * 64), "image_size": 64, "rows": rows}
-    (path / "info.json").write_text(json.dumps(info))
-    dataset = ImageDataset(path)
-    dataset.read_batch([0])
-    shared, private = mapped_memory()
-    for start in range(0, len(dataset), 64):
-        dataset.read_batch(range(start, min(start + 64, len(dataset))))
-    shared_after, private_after = mapped_memory()
-    assert shared_after - shared > 0.9 * pixels, "the store was not read: a test that cannot fail"
-    assert private_after - private < 0.2 * pixels
-
-
-def mapped_memory() -> tuple[int, int]:
-    """Bytes of this process that belong to files, and those that are its own."""
-    regions = psutil.Process().memory_maps()
-    private = sum(region.anonymous for region in regions)
-    return sum(region.rss for region in regions) - private, private
 
 
 def test_one_process_builds_while_others_wait(tmp_path: Path) -> None:

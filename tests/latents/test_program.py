@@ -3,7 +3,7 @@
 import errno
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from tests.ranks import run_on_ranks
 from tests.training.runs import losses, tiny_dataset
 
 SMALL = "--dim 8 --dim_mults 1 2 --dropout 0 --lr_warmup_steps 0 --log_every 1 --num_samples 4 --sample_steps 2"
-HAAR = f"--image_size 8 --autoencoder haar {SMALL} --dataset_path"
 
 
 def encode(pictures: ImageDataset, *, mirrored: bool = True) -> LatentDataset:
@@ -103,29 +102,6 @@ def test_two_processes_encode_the_same_once(pictures: ImageDataset, monkeypatch:
     alone = encode(pictures)
     assert (alone.path / "latents.float16").read_bytes() == first
     assert (alone.info.content, alone.encoded) == (plain.info.content, plain.encoded)
-
-
-def test_encoding_resumes_after_a_kill(pictures: ImageDataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    reached, write, written = StoreWriter.reached, StoreWriter.write, list[int]()
-    expected = encode(pictures).info.content
-    shutil.rmtree(encode(pictures).path)
-
-    def die(writer: StoreWriter, progress: Mapping[str, Any]) -> None:
-        reached(writer, progress)
-        if progress.get("done"):
-            raise KeyboardInterrupt
-
-    def count(writer: StoreWriter, first: int, values: Any) -> None:
-        written.append(first)
-        write(writer, first, values)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(StoreWriter, "reached", die)
-        with pytest.raises(KeyboardInterrupt):
-            encode(pictures)
-    monkeypatch.setattr(StoreWriter, "write", count)
-    assert encode(pictures).info.content == expected
-    assert written == [16, 32]
 
 
 def test_what_cannot_be_written_is_a_sentence(pictures: ImageDataset, monkeypatch: pytest.MonkeyPatch) -> None:

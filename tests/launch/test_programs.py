@@ -117,13 +117,6 @@ def test_precision_is_the_launchers(tmp_path: Path) -> None:
     assert json.loads((run / "config.json").read_text())["training"]["mixed_precision"] is None
 
 
-def test_an_unknown_flag_under_torchrun_is_explained_once(tmp_path: Path) -> None:
-    code, output = launch([*TORCHRUN, *TINY, "--lerning_rate", "1"], tmp_path)
-    assert code != 0
-    assert output.count("Perhaps you meant") == 1, output
-    assert "exitcode  : 2" in output
-
-
 def test_a_missing_folder_under_torchrun_is_explained_once(tmp_path: Path) -> None:
     code, output = launch([*TORCHRUN, *TINY, "--dataset_path", "nowhere"], tmp_path)
     assert code != 0

@@ -17,7 +17,6 @@ from torch import nn
 
 from rectified_flow.errors import UsageError
 from rectified_flow.runs import checkpoint
-from rectified_flow.system import files
 from rectified_flow.system.artifact import CHECKPOINT, FORMAT, find_damage, write_manifest
 from tests.patience import wait_for
 from tests.system.test_files import refusing
@@ -30,15 +29,6 @@ def write(folder: Path, step: int, keep: int = 0, best: bool = False) -> Path:
     path = checkpoint.save(folder, step, tensors, {"trainer.json": {"step": step}}, best=best)
     checkpoint.prune(path, keep)
     return path
-
-
-def test_what_is_saved_comes_back(tmp_path: Path) -> None:
-    path = write(tmp_path, 7)
-    assert path == tmp_path / "step_00000007"
-    assert torch.equal(checkpoint.load_tensors(path, "model.safetensors")["weight"], torch.full((64, 64), 7.0))
-    assert checkpoint.load_document(path, "trainer.json") == {"step": 7}
-    assert find_damage(path) is None
-    assert [entry.name for entry in tmp_path.iterdir()] == ["step_00000007"]
 
 
 def test_the_newest_are_kept(tmp_path: Path) -> None:
@@ -156,10 +146,6 @@ def test_weights_of_another_architecture_are_refused_and_change_nothing(
     assert network.values == [3.0, 3.0, 3.0]
 
 
-def test_a_run_without_checkpoints_has_no_newest(tmp_path: Path) -> None:
-    assert checkpoint.newest_checkpoint(tmp_path / "nowhere") is None
-
-
 def test_a_flipped_bit_a_cut_and_a_missing_file_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for step, damage in ((1, flip_bit), (2, cut), (3, Path.unlink)):
         weights = write(tmp_path, step) / "model.safetensors"
@@ -192,13 +178,6 @@ def flip_bit(path: Path) -> None:
 
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
-
-
-def test_a_failure_while_writing_leaves_the_others(tmp_path: Path) -> None:
-    write(tmp_path, 1)
-    with pytest.raises(TypeError):
-        checkpoint.save(tmp_path, 2, {}, {"trainer.json": object()})
-    assert [entry.name for entry in tmp_path.iterdir()] == ["step_00000001"]
 
 
 def test_a_checkpoint_or_a_run_can_be_named(tmp_path: Path) -> None:
@@ -286,17 +265,6 @@ def test_a_file_that_is_in_no_manifest_is_not_read(tmp_path: Path) -> None:
     assert find_damage(path) == "ema.safetensors is not in its manifest"
 
 
-@pytest.mark.parametrize("target", ["/dev/zero", "pipe"])
-def test_a_device_or_a_pipe_is_not_waited_for(tmp_path: Path, target: str) -> None:
-    path = write(tmp_path, 1)
-    os.mkfifo(tmp_path / "pipe")
-    (path / "trainer.json").unlink()
-    (path / "trainer.json").symlink_to(tmp_path / target)
-    with pytest.raises(UsageError, match="is not a regular file"):
-        checkpoint.load_document(path, "trainer.json")
-    assert find_damage(path) is not None
-
-
 @pytest.mark.parametrize("change", [{"format": FORMAT + 1}, {"hashes": "blake3"}])
 def test_a_checkpoint_of_a_newer_version_is_no_damaged_one(tmp_path: Path, change: dict[str, Any]) -> None:
     """Else a run would go on from the one before, and remove this one."""
@@ -362,22 +330,6 @@ def test_an_error_in_a_checkpoint_that_is_still_there_is_raised(tmp_path: Path) 
         checkpoint.read(tmp_path, lambda source: checkpoint.load_document(source, "nothing.json"))
 
 
-def test_links_in_the_place_of_a_stage_are_not_followed(tmp_path: Path) -> None:
-    victim = tmp_path / "victim"
-    victim.mkdir()
-    (victim / "precious").touch()
-    folder = tmp_path / "checkpoints"
-    folder.mkdir()
-    links = ("step_00000001.building", "step_00000007.building", "step_00000001.removing")
-    for name in links:
-        (folder / name).symlink_to(victim)
-    with pytest.raises(UsageError, match=r"step_00000001\.building is in the way of the checkpoint, and is no folder"):
-        write(folder, 1)
-    write(folder, 2)
-    assert [each.name for each in victim.iterdir()] == ["precious"]
-    assert sorted(each.name for each in folder.iterdir()) == sorted((*links, "step_00000002"))
-
-
 def test_a_checkpoint_with_a_users_file_is_kept_and_the_others_are_pruned(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -387,24 +339,6 @@ def test_a_checkpoint_with_a_users_file_is_kept_and_the_others_are_pruned(
     checkpoint.prune(tmp_path / "step_00000003", keep=1)
     assert "step_00000001 is in the way of the checkpoint, and holds notes.txt" in capsys.readouterr().out
     assert [checkpoint.step_of(path) for path in checkpoint.list_checkpoints(tmp_path)] == [1, 3]
-
-
-def test_only_what_is_read_is_hashed_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors = {name: {"w": torch.zeros(2)} for name in (checkpoint.MODEL_FILE, "optimizer.safetensors")}
-    path = checkpoint.save(tmp_path, 1, tensors, {"trainer.json": {}})
-    hashed = list[str]()
-
-    def hash_file(file: Path) -> str:
-        hashed.append(file.name)
-        return files.hash_file(file)
-
-    monkeypatch.setattr("rectified_flow.system.artifact.hash_file", hash_file)
-    checkpoint.read(tmp_path, lambda source: checkpoint.load_tensors(source, checkpoint.MODEL_FILE))
-    assert sorted(hashed) == [checkpoint.MODEL_FILE, "trainer.json"]
-    flip_bit(path / "optimizer.safetensors")
-    assert checkpoint.resolve(tmp_path) == path
-    with pytest.raises(UsageError, match=r"every checkpoint in .* is damaged"):
-        checkpoint.newest_checkpoint(tmp_path)
 
 
 def test_a_file_in_the_place_of_a_checkpoint_is_none(tmp_path: Path) -> None:

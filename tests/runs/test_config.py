@@ -27,18 +27,6 @@ keep_checkpoints sample_every num_samples sample_steps log_every log_with rank_t
 evaluate_every evaluation_samples feature_network stop_when_memorising
 import interrupted_exit_code config budget extend one_step dry_run look
 """
-GROUPS = [
-    "data options",
-    "network options",
-    "init options",
-    "flow options",
-    "teacher options",
-    "source options",
-    "columns options",
-    "run options",
-    "evaluation options",
-    "program options",
-]
 
 
 def parsed(words: str) -> TrainConfig:
@@ -50,23 +38,6 @@ def test_the_flags_are_these(config_class: type[Any]) -> None:
     """A flag that goes, or changes its name, breaks somebody's scripts."""
     assert sorted(flag_types(config_class)) == sorted(FLAGS.split())
     assert list(plain(config_class())) == list(flag_types(config_class))
-
-
-def test_help_is_grouped_and_names_every_flag(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", "120")
-    with pytest.raises(SystemExit) as end:
-        parse(TrainConfig, "Train a flow.", ["--help"])
-    assert end.value.code == 0
-    text = capsys.readouterr().out
-    places = [text.index(title) for title in GROUPS]
-    assert places == sorted(places)
-    for flag in FLAGS.split():
-        assert f"--{flag}" in text
-    for unit in ("[px]", "Optimizer steps", "Per-process", "(default: 100000)", "excludes --num_epochs"):
-        assert unit in text
-    assert "Train a flow." in text
 
 
 def test_underscores_and_hyphens() -> None:
@@ -87,18 +58,13 @@ def test_a_typo_is_an_error_with_a_suggestion(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("--aspect_ratio 3", "--aspect_ratio is 3; it must be width:height, two whole numbers from 1 to 9999, such as"),
-        ("--aspect_ratio 0:1", "--aspect_ratio is 0:1; it must be"),
-        ("--aspect_ratio 3:-2", "--aspect_ratio is 3:-2; it must be"),
         ("--image_size 0", "--image_size is 0; it must be above 0"),
-        ("--train_num_steps 5 --num_epochs 1", "--num_epochs and --train_num_steps exclude each other: pass one"),
+        ("--image_size 100000", "--image_size is 100000; it must be at most 16384"),
+        ("--dim 1000000", "--dim is 1000000; it must be at most 4096"),
         ("--alpha --autoencoder haar", "--alpha and --autoencoder exclude each other: pass one"),
         ("--one_step --prediction noise", "--prediction and --one_step exclude each other: pass one"),
         ("--one_step --flow Guest", "--one_step and --flow exclude each other: pass one"),
-        ("--paired", "--paired needs --source_path: pass both"),
-        ("--source_as start", "--source_as needs --source_path or --degrade: pass both"),
         ("--degrade grey --coupling ot", "--degrade and --coupling exclude each other: pass one"),
-        ("--text_tokens 4", "--text_tokens needs --text_encoder: pass both"),
         ("--learning_rate -1", "--learning_rate is -1.0; it must be above 0"),
         ("--log_every 0", "--log_every is 0; it must be above 0"),
         ("--save_every -1", "--save_every is -1; it must be at least 0"),

@@ -1,17 +1,15 @@
 """The harness of studies: rows, resuming, failures, and what a person reads."""
 
-import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from studies.harness import append_row, format_table, read_rows, run
+from studies.harness import append_row, read_rows, run
 from tests.patience import wait_for
 
 TOY = "tests.studies.toy"
@@ -54,17 +52,6 @@ def test_rows_are_computed_once_and_tabulated(
     assert all(line[5:] == ["2", "32", "4.0", "25.5", "12.5"] for line in lines), "means of two seeds"
     assert toy(*arguments) == 0
     assert len(read_rows(tmp_path / "results.jsonl")) == 4
-
-
-def test_a_plan_names_rows_and_their_time(toy: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
-    assert toy("--only", "plain", "--budget", "4") == 0
-    capsys.readouterr()
-    assert toy("--only", "plain", "after", "--budget", "4", "30", "--workers", "2", "--dry_run") == 0
-    *rows, summary = capsys.readouterr().out.splitlines()
-    assert rows[0] == "done: plain, synthetic-flowers, 32 px, budget 4, seed 0"
-    assert rows[1].startswith("to do: after")
-    # 2 and 15 minutes each for the two trainings of "after", and 30 for "plain"
-    assert summary.startswith("3 of 4 rows to compute: 64 minutes of training, 0.5 hours with --workers 2")
 
 
 def test_a_row_that_fails_leaves_the_others(
@@ -118,13 +105,3 @@ def test_a_line_that_was_cut_short_is_left_out(tmp_path: Path) -> None:
 def test_unknown_cases_are_named(toy: Callable[..., int]) -> None:
     with pytest.raises(SystemExit, match="matches no case; there are plain, after"):
         toy("--only", "other")
-
-
-def test_a_table_has_empty_cells_for_ways_that_a_case_lacks() -> None:
-    shared: dict[str, Any] = {"data": "d", "image_size": 8, "budget": 1.0, "num_samples": 2, "seed": 0, "images": 8}
-    rows = [
-        {**shared, "case": "a", "figures": {"1 call": {"frechet": 2.0}}},
-        {**shared, "case": "b", "figures": {"2 calls": {"frechet": 3.0}}},
-    ]
-    _, _, *lines = cells(format_table(json.loads(json.dumps(rows)), ["frechet", "kernel"]))
-    assert [line[-2:] for line in lines] == [["2", ""], ["", "3"]]

@@ -89,15 +89,6 @@ def free_precision() -> Iterator[None]:
     AcceleratorState._reset_state()
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("free_precision")
-def test_the_program_chooses_its_settings(tmp_path: Path) -> None:
-    row = row_of("quality", "budget", tmp_path, budget=0.2, size=16)
-    assert compute(row)["averaged weights"]["frechet"] > 0
-    assert row.trained is not None
-    assert row.trained["images"] >= 80, "ten steps of eight pictures"
-
-
 def test_small_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from studies import small_data, training
 
@@ -120,14 +111,6 @@ def test_conditions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     figures = compute(row_of("conditions", "words", tmp_path, budget=160))
     assert figures["guidance 1.5"]["frechet_distance"] > 0
     assert len(list((tmp_path / "runs").rglob("guidance 1.5.png"))) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("study", ["quality", "one_step"])
-def test_the_peer(study: str, tmp_path: Path) -> None:
-    pytest.importorskip("rectified_flow_pytorch")
-    case = next(name for name in load_study(f"studies.{study}").cases if name.startswith("rectified-flow-pytorch"))
-    assert any("last weights" in way for way in compute(row_of(study, case, tmp_path, size=16)))
 
 
 def test_a_resumed_training_has_the_seconds_of_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from rectified_flow.errors import UsageError
-from rectified_flow.system.outputs import RECORD, claim, write_output
+from rectified_flow.system.outputs import RECORD, claim
 
 FORK = get_context("fork")
 PROCESSES, NAMES = 4, 25
@@ -33,17 +32,6 @@ def test_programs_at_once_lose_no_name(tmp_path: Path) -> None:
     names = json.loads((tmp_path / RECORD).read_text())["files"]
     assert sorted(names) == sorted(f"{number}-{index}.png" for number in range(PROCESSES) for index in range(NAMES))
     assert [path.name for path in tmp_path.iterdir()] == [RECORD]
-
-
-def test_a_file_of_the_users_is_refused_and_an_own_one_replaced(tmp_path: Path) -> None:
-    mine = tmp_path / "grid.png"
-    mine.write_text("mine")
-    with pytest.raises(UsageError, match=r"grid\.png would be overwritten"):
-        write_output(mine, "other")
-    assert mine.read_text() == "mine"
-    for content in ("first", "second"):
-        write_output(tmp_path / "own.png", content)
-    assert (tmp_path / "own.png").read_text() == "second"
 
 
 def test_a_file_system_that_locks_no_folders_is_reported_once(

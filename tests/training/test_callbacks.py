@@ -86,27 +86,8 @@ def test_every_event_reaches_every_rank(tmp_path: Path, flowers: ImageDataset) -
     assert resumed[:3] == [("setup", 0), ("start", 6), ("step", 7)]
 
 
-class BestAt(Callback):
-    """Finds one step the best."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step(self, trainer: Trainer) -> None:
-        if trainer.state.step == self.step:
-            trainer.save_as_best()
-
-
 def train_with(config: TrainingConfig, dataset: ImageDataset, callback: Callback) -> None:
     build_trainer(config, dataset, callbacks=[callback]).train()
-
-
-def test_a_callback_can_keep_a_step_as_the_best(tmp_path: Path, flowers: ImageDataset) -> None:
-    config = tiny_config(tmp_path, train_num_steps=6, num_samples=0, save_every=0, keep_checkpoints=1)
-    run_on_ranks(2, train_with, config, flowers, BestAt(3))
-    kept = checkpoint.list_checkpoints(tmp_path / "checkpoints")
-    assert [checkpoint.step_of(path) for path in kept] == [3, 6]
-    assert checkpoint.best_of(tmp_path / "checkpoints") == kept[0]
 
 
 class FailsAt(Callback):

@@ -1,8 +1,6 @@
 """--evaluate_every: measured on all ranks alike, written down, and the best checkpoint kept."""
 
 import json
-import os
-import signal
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -17,7 +15,6 @@ from rectified_flow.evaluation.features import average_colours
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.system.artifact import find_damage
-from rectified_flow.system.signals import stop_on_signals
 from rectified_flow.training.evaluations import EvaluationHook
 from rectified_flow.training.trainer import Callback, Trainer
 from tests.ranks import run_on_ranks
@@ -78,29 +75,6 @@ def test_one_process_stopped_between_finds_the_same(run: Path, tmp_path: Path, f
     assert kept is not None
     everything = evaluations(tmp_path)
     assert checkpoint.step_of(kept) == min(everything, key=lambda row: row[HEADLINE])["step"]
-
-
-def test_an_evaluation_that_was_given_up_is_made_up_for(run: Path, tmp_path: Path, flowers: ImageDataset) -> None:
-    """A signal in the middle of it: the run saves and ends, and evaluates when it resumes."""
-    run_on_ranks(1, train_until_asked_to_end, tiny_config(tmp_path, train_num_steps=12, **FLAGS), flowers)
-    assert not (tmp_path / "evaluations.jsonl").exists()
-    assert [checkpoint.step_of(path) for path in checkpoint.list_checkpoints(tmp_path / "checkpoints")] == [3]
-    run_on_ranks(1, train_and_evaluate, tiny_config(tmp_path, train_num_steps=6, **FLAGS), flowers)
-    assert [row["step"] for row in evaluations(tmp_path)] == [3, 6]
-    assert checkpoint.best_of(tmp_path / "checkpoints") is not None
-    assert evaluations(tmp_path)[0][HEADLINE] == pytest.approx(evaluations(run)[0][HEADLINE], rel=1e-2)
-
-
-def train_until_asked_to_end(config: TrainingConfig, dataset: ImageDataset) -> None:
-    extract = Evaluator.sample_features
-
-    def interrupted(*args: Any, **how: Any) -> Any:
-        os.kill(os.getpid(), signal.SIGTERM)
-        return extract(*args, **how)
-
-    Evaluator.sample_features = interrupted  # type: ignore[method-assign]
-    with stop_on_signals():
-        train_and_evaluate(config, dataset)
 
 
 def test_the_best_so_far_is_told_where_another_measure_names_the_best(tmp_path: Path, flowers: ImageDataset) -> None:

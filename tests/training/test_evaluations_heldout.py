@@ -15,7 +15,6 @@ from torch import Tensor
 
 from rectified_flow.evaluation.heldout import HeldOutPictures
 from rectified_flow.flows.flow import Flow
-from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.networks.unet import Unet
 from rectified_flow.runs import checkpoint
@@ -141,15 +140,6 @@ def test_without_the_flag_it_warns_once(gone_on: tuple[Path, str]) -> None:
     assert printed.count("warning: the network memorises its training pictures") == 1
     assert "--stop_when_memorising" in printed
     assert checkpoint.best_of(run / "checkpoints") is None
-
-
-def train_mean(folder: str, cache: str) -> str:
-    return train(folder, cache, MeanFlow, train_num_steps=EVERY)
-
-
-def test_mean_flow_is_measured(alone: Path, tmp_path: Path) -> None:
-    run_on_ranks(1, train_mean, str(tmp_path), str(alone / "cache"))
-    assert [row["step"] for row in rows(tmp_path)] == [EVERY]
 
 
 @pytest.mark.parametrize(("is_kept", "said"), [(False, "was not kept"), (True, "best is the checkpoint of step")])

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from rectified_flow.data.build import open_store
@@ -129,19 +128,3 @@ def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path, flowers: Ima
     [sentence] = run_on_ranks(1, hold_folder, tmp_path / "a", flowers)
     assert "is training in --output_dir" in sentence
     assert "choose another folder" in sentence
-
-
-def fail_on_one_rank(output_dir: Path, dataset: ImageDataset) -> str:
-    trainer = build_trainer(tiny_config(output_dir), dataset)
-    with torch.no_grad():
-        if os.environ["RANK"] == "1":
-            next(iter(trainer.flow.parameters())).add_(1)
-    with pytest.raises(RuntimeError) as problem:
-        trainer.train()
-    return str(problem.value)
-
-
-def test_the_status_says_why_a_run_failed(tmp_path: Path, flowers: ImageDataset) -> None:
-    run_on_ranks(2, fail_on_one_rank, tmp_path, flowers)
-    assert status(tmp_path)["state"] == "failed"
-    assert "rank 1" in status(tmp_path)["message"]

@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 from functools import partial
-from math import cos, pi
 from pathlib import Path
 from typing import Any
 
@@ -194,15 +193,6 @@ def test_warm_up_and_decay_in_closed_form() -> None:
     assert [without(updates, 4) for updates in (0, 2, 4)] == pytest.approx([1, 0.5, 0])
     falling = [cosine(updates, 110) for updates in range(10, 111)]
     assert falling == sorted(falling, reverse=True)
-
-
-def test_the_decay_is_in_the_metrics_and_resumes(tmp_path: Path, flowers: ImageDataset) -> None:
-    config = tiny_config(tmp_path / "straight", **FLAGS, lr_decay="cosine", lr_warmup_steps=2)
-    run_on_ranks(1, train, config, flowers)
-    decayed = [1e-3 * factor for factor in (0.5, 1, *((1 + cos(pi * each / 6)) / 2 for each in range(6)))]
-    assert rates(tmp_path / "straight") == pytest.approx(decayed)
-    assert_resumes_alike(1, tmp_path, train, config, flowers)
-    assert rates(tmp_path / "half") == rates(tmp_path / "straight")
 
 
 def refused(config: TrainingConfig, dataset: ImageDataset) -> str:

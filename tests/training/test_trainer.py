@@ -10,9 +10,8 @@ from accelerate import Accelerator
 from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset
 
-from rectified_flow.condition import Labels
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.errors import UsageError
 from rectified_flow.flows.flow import sample_batches
@@ -54,13 +53,6 @@ def train_autoencoder(output_dir: Path) -> int:
     return torch.distributed.get_world_size()
 
 
-def train_on_tensors(output_dir: Path, with_labels: bool) -> None:
-    images, labels = torch.rand(20, 3, 8, 8) * 2 - 1, torch.arange(20) % 4
-    dataset = TensorDataset(images, labels) if with_labels else TensorDataset(images)
-    network = Unet(8, (1, 2), conditions={"labels": Labels(4)} if with_labels else None, image_size=8)
-    Trainer(RectifiedFlow(network), dataset, tiny_config(output_dir, train_num_steps=4)).train()
-
-
 def train_and_compare_ranks(output_dir: Path, dataset: ImageDataset) -> list[Tensor]:
     """The weights and the average of this rank; the main one's weights were made to differ before the wrapping."""
     torch.manual_seed(torch.distributed.get_rank())
@@ -93,12 +85,6 @@ def test_any_flow_and_any_dataset(tmp_path: Path) -> None:
         "scale",
     }
     assert not (tmp_path / "samples").exists()
-
-
-@pytest.mark.parametrize("with_labels", [True, False])
-def test_datasets_of_tuples(tmp_path: Path, with_labels: bool) -> None:
-    run_on_ranks(1, train_on_tensors, tmp_path, with_labels)
-    assert (tmp_path / "samples/step_00000004.png").exists()
 
 
 def test_ranks_hold_equal_weights_and_averages(tmp_path: Path, flowers: ImageDataset) -> None:
@@ -213,13 +199,6 @@ def test_a_preview_that_needs_too_much_memory_loses_no_step(tmp_path: Path, flow
         trainer.train()
     trainer.run.saver.wait()
     assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step_00000002"]
-
-
-def test_num_workers_do_not_change_the_run(tmp_path: Path, flowers: ImageDataset) -> None:
-    workers: dict[str, Any] = {"num_workers": 2}
-    for name, flags in (("without", dict[str, Any]()), ("with", workers)):
-        run_on_ranks(1, train, tiny_config(tmp_path / name, train_num_steps=8, **flags), flowers)
-    assert losses(tmp_path / "without") == losses(tmp_path / "with")
 
 
 def test_without_average_the_weights_are_sampled(tmp_path: Path, flowers: ImageDataset) -> None:

@@ -73,20 +73,6 @@ def test_it_finds_more_than_the_most_frequent_token(text: Path, tmp_path: Path) 
     assert (folder / "accuracy.png").exists()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--vocabulary 1 --length 1 --width 32 --layers 1 --measured_lines 30",
-        "--vocabulary 3000 --length 64 --width 64 --layers 3 --measured_lines 5000 --measure_every 1",
-    ],
-)
-def test_flags_at_both_ends(text: Path, flags: str, tmp_path: Path) -> None:
-    tiny = "--train_num_steps 1 --batch_size 2 --lr_warmup_steps 0"
-    run_on_ranks(1, train, f"--text {text} --output_dir {tmp_path} {tiny} {flags}")
-    assert (tmp_path / "checkpoints/step_00000001").exists()
-
-
 def test_the_first_word_of_the_vocabulary_may_be_the_most_frequent(tmp_path: Path) -> None:
     """Token 3 follows the special ones; the tokenizer sorts characters, so that it is the exclamation mark."""
     (tmp_path / "lines.txt").write_text("! ! ! a\n" * 60)
