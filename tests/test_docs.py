@@ -289,42 +289,6 @@ def test_the_console_commands_are_those_of_the_package() -> None:
     assert programs == {name: script for name, script in CONSOLE_COMMANDS.items() if " " not in name}
 
 
-@pytest.mark.parametrize(
-    ("language", "mark", "body", "expected"),
-    [
-        ("bash", "", "rm -rf runs", ["line 1: rm -rf runs"]),
-        ("bash", "<!-- not run: why not -->\n", "rm -rf runs", []),
-        (
-            "bash",
-            "",
-            "python train_oxford.py --dim 8\\\n  --lerning_rate 1",
-            ["line 1: python train_oxford.py --dim 8"],
-        ),
-        ("bash", "<!-- not run: slow -->\n", "torchrun train_oxford.py --dmi 8", ["line 1: torchrun train_oxford.py"]),
-        ("bash", "", 'SAME="--dmi 8"\npython sample.py $SAME', ["line 1: python sample.py --dmi 8"]),
-        ("bash", "", "rectified-flow-sample --solver ueler", ["line 1: rectified-flow-sample"]),
-        ("bash", "", "rectified-flow trian", ["line 1: rectified-flow trian"]),
-        ("bash", "", "rectified-flow sample --solver ueler", ["line 1: rectified-flow sample"]),
-        ("bash", "<!-- not run: slow -->\n", "torchrun -m rectified_flow train --dmi 8", ["line 1: torchrun"]),
-        ("bash", "<!-- not run: slow -->\n", "make deom", ["line 1: make deom"]),
-        ("bash", "<!-- not run: slow -->\n", "python benchmarks/ranks.py --lines a", ["line 1: python benchmarks"]),
-        ("python", "", "from rectified_flow import Trainre", ["line 1: cannot import name"]),
-        ("python", "", "x = = 1", ["line 1: invalid syntax"]),
-    ],
-)
-def test_what_is_wrong_in_a_block_is_found(language: str, mark: str, body: str, expected: list[str]) -> None:
-    text = f"{mark}```{language}\n{body}\n```\n"
-    found = unknown_commands(text) + unknown_flags(text) + broken_imports(text)
-    assert len(found) == len(expected)
-    assert all(each.startswith(start) for each, start in zip(found, expected, strict=True))
-
-
-def test_what_is_wrong_in_prose_is_found() -> None:
-    text = "# A `title`, here\n\n[a](README.md) [b](#a-title-here) [c](no.md) [d](README.md#no) `--dim` `--dmi 1`"
-    assert dead_links(text, ROOT / "page.md") == ["no.md", "README.md#no"]
-    assert unknown_flags(text) == ["--dmi in prose"]
-
-
 # What runs
 
 

@@ -27,8 +27,8 @@ from rectified_flow.cli.flags.sampling import EvaluateConfig, ExportConfig, Samp
 from rectified_flow.flags import flag_types
 from tests.programs import program
 from tests.ranks import run_on_ranks
-from train_masked_text import TextConfig, TextFlags
-from train_point_clouds import CloudConfig, CloudFlags
+from train_masked_text import TextFlags
+from train_point_clouds import CloudFlags
 
 CASES = int(os.environ.get("FUZZ_CASES", "8"))
 """Number of cases of each kind."""
@@ -50,33 +50,6 @@ PROGRAMS: dict[str, tuple[type, str]] = {
 """Each program with its flags, and words with which it runs for a second in the folder of :func:`sandbox`."""
 PACKAGES = {"train_masked_text.py": "transformers.models.bert.modeling_bert", "train_point_clouds.py": "sklearn"}
 """The package that each example imports while it runs; those of other programs are imported once for all cases."""
-LARGEST, LARGEST_WIDTH = str(2**53 - 1), str(2**53 - 32)
-ENDS: dict[str, tuple[type, dict[str, tuple[str, ...]]]] = {
-    "train_masked_text.py": (
-        TextConfig,
-        {
-            "text": ("words.txt", "file.txt", "pipe", "/dev/zero", "empty", "circle", "noise.png"),
-            "max_samples": ("1", "40", LARGEST),
-            "skip_empty": ("no",),
-            "vocabulary": ("1", str(2**20), LARGEST),
-            "length": ("1", "2", "100000", str(2**31), LARGEST),
-            "width": ("1", "100000", str(2**31), LARGEST_WIDTH),
-            "layers": (LARGEST,),
-            "measure_every": (LARGEST,),
-            "measured_lines": ("1", LARGEST),
-        },
-    ),
-    "train_point_clouds.py": (
-        CloudConfig,
-        {
-            "points": ("2", "4096", str(2**31), LARGEST),
-            "condition_dropout": ("0.99999999", "1"),
-            "width": ("1", "100000", str(2**31), LARGEST_WIDTH),
-            "layers": (LARGEST,),
-        },
-    ),
-}
-"""Each example with values of its own flags at both ends of their range, and beyond."""
 SLOW = ("open", "compile", "import", "config", "interrupted_exit_code")
 """Flags that are not tried: they start a browser or a compiler, or have tests of their own."""
 SLOW_VALUES = ("trackio", "wandb", "inception", "spawn", "forkserver")
@@ -307,14 +280,3 @@ def test_damaged_runs(
     folder = tmp_path_factory.mktemp("case") / "sandbox"
     script, words = reader
     assert_in_words(run_on_ranks(1, run_limited, folder, trained, script, words.split(), damaged)[0])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("script", "flag"), [(script, flag) for script, (_, flags) in ENDS.items() for flag in flags])
-def test_each_flag_of_the_examples_at_both_ends(script: str, flag: str, trained: Path, tmp_path: Path) -> None:
-    own, flags = ENDS[script]
-    assert flag_types(own).keys() == flags.keys()
-    for number, value in enumerate(flags[flag]):
-        words = [f"--no_{flag}"] if value == "no" else [f"--{flag}", value]
-        call = [*PROGRAMS[script][1].split(), *words]
-        assert_in_words(run_on_ranks(1, run_limited, tmp_path / str(number), trained, script, call)[0])

@@ -17,7 +17,6 @@ from rectified_flow.registry import (
     build,
     describe,
     find,
-    is_registered,
     names,
     parameters_of,
     register,
@@ -76,13 +75,6 @@ def test_a_kind_without_a_constructor_has_that_of_its_base() -> None:
     back = there_and_back(Lorry((Wheel(),), speed=3.0))
     assert type(back) is Lorry
     assert (back.wheels, back.speed) == ((Wheel(),), 3.0)
-
-
-def test_a_registered_class_is_left_as_it_is() -> None:
-    assert register(Wheel) is Wheel
-    assert is_registered(Wheel())
-    assert not is_registered(Lorry())
-    assert not is_registered(object())
 
 
 def test_a_subclass_that_is_not_registered_is_not_described_as_its_base() -> None:
@@ -186,11 +178,3 @@ def test_arguments_that_do_not_fit_are_told_with_their_kind(description: dict[st
 
     with pytest.raises(UsageError, match=f"{description['kind']} cannot be built from its description"):
         build(description)
-
-
-def test_the_packages_own_kinds_are_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    import rectified_flow
-
-    for name in ("Labels", "MeanFlow", "Pixels", "RectifiedFlow", "Unet"):
-        assert registry._REGISTERED[None][name] is getattr(rectified_flow, name)

@@ -1,7 +1,6 @@
 """How a program ends: its exit code, and within a limit even if the other processes do not answer."""
 
 import errno
-import os
 import subprocess
 import sys
 import time
@@ -88,18 +87,6 @@ def end_in_a_mute_group(code: int) -> None:
 def test_leaving_does_not_wait_for_a_group_that_does_not_end() -> None:
     with pytest.raises(AssertionError, match="died with exit code 143"):
         run_on_ranks(2, end_in_a_mute_group, 143)
-
-
-def fail_on_a_file(_config: Any) -> bool:
-    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "runs/a/metrics.jsonl")
-
-
-def test_a_file_that_the_system_refuses_is_one_sentence(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", [])
-    assert run("fail_on_a_file", []) == 1
-    assert capsys.readouterr().err == "program.py: runs/a/metrics.jsonl: Permission denied\n"
 
 
 @pytest.mark.parametrize(

@@ -28,21 +28,12 @@ from tests.programs import assert_refused, program
 from tests.ranks import run_on_ranks
 from tests.test_load import FLOWS, write
 
-both = pytest.mark.parametrize("world_size", [1, 2])
-
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of a rectified flow with the classes cat and dog."""
     folder = tmp_path_factory.mktemp("run")
     write(FLOWS["rectified"](), folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def mean_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("mean")
-    write(FLOWS["mean"](), folder)
     return folder
 
 
@@ -181,17 +172,6 @@ def test_autoguidance_by_the_early_checkpoint(run: Path, tmp_path: Path, capfd: 
     assert np.corrcoef((one - plain)[inside], (plain - early)[inside])[0, 1] > 0.5
 
 
-def test_starting_from_a_picture(mean_run: Path, tmp_path: Path) -> None:
-    given = np.random.default_rng(0).integers(256, size=(8, 8, 3), dtype=np.uint8)
-    Image.fromarray(given).save(tmp_path / "given.png")
-    flags = ["--checkpoint", mean_run, "--num_samples", 1, "--from_images", tmp_path / "given.png", "--strength"]
-    draw(*flags, 0.01, "--output_dir", tmp_path / "near")
-    draw(*flags, 0.9, "--output_dir", tmp_path / "far")
-    near, far = (np.abs(pictures(tmp_path / name)["00000.png"] - given).mean() for name in ("near", "far"))
-    assert near < 4
-    assert far > 20
-
-
 def test_pictures_of_an_earlier_call_are_not_mixed_in(run: Path, tmp_path: Path) -> None:
     flags = f"--checkpoint {run} --steps 1 --output_dir {tmp_path} --num_samples"
     assert program("sample.py", f"{flags} 3".split())[0] == 0
@@ -200,12 +180,11 @@ def test_pictures_of_an_earlier_call_are_not_mixed_in(run: Path, tmp_path: Path)
     assert len(pictures(tmp_path)) == 5
 
 
-@both
-def test_a_folder_that_another_process_draws_into_is_refused(run: Path, tmp_path: Path, world_size: int) -> None:
+def test_a_folder_that_another_process_draws_into_is_refused(run: Path, tmp_path: Path) -> None:
     with FileLock(tmp_path / LOCK_FILE):
         assert_refused(
             "sample.py",
-            world_size,
+            2,
             f"--checkpoint {run} --output_dir {tmp_path}",
             f"another process is writing to --output_dir {tmp_path}: wait until it ends, or choose another folder",
         )

@@ -1,10 +1,13 @@
-"""A mean flow with a teacher: paths that are the teacher's, drawn by any number of processes, and training on them."""
+"""Training on paths or pairs of a teacher: they are what the teacher makes, and any number of processes draws them."""
 
 import json
+import os
 import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from accelerate import PartialState
@@ -17,8 +20,8 @@ from rectified_flow.cli.distill import DistillationData, open_drawn
 from rectified_flow.cli.record import resolved
 from rectified_flow.cli.train import train
 from rectified_flow.data.store import StoreDataset, StoreWriter
+from rectified_flow.errors import UsageError
 from rectified_flow.flags import command_line, parse
-from rectified_flow.flows.flow_map import DistilledFlow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.solvers import Guidance
 from rectified_flow.load import load_flow
@@ -37,37 +40,51 @@ def train_teacher(folder: Path, **flags: Any) -> Path:
 
 
 @pytest.fixture(scope="module")
-def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of a conditional rectified flow on tiny flowers, augmented as few pictures are."""
-    return train_teacher(tmp_path_factory.mktemp("teacher"), use_cfg=True, augment=0.15)
+def teachers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """By the method of the student: runs of conditional flows on tiny flowers, one augmented as few pictures are."""
+    return {
+        "distill": train_teacher(tmp_path_factory.mktemp("teacher"), use_cfg=True, augment=0.15),
+        "reflow": train_teacher(tmp_path_factory.mktemp("clean"), use_cfg=True, prediction="clean"),
+    }
 
 
-def taught(teacher: Path, output_dir: Path, **flags: Any) -> OneStepConfig:
-    more = {"teacher_samples": COUNT, "teacher_steps": STEPS, "guidance_scale": SCALE, "num_samples": 0, "log_every": 3}
-    return parse(OneStepConfig, "", command_line({"teacher": teacher, "output_dir": output_dir} | more | flags))
+def flags_of(method: str, teacher: Path, output_dir: Path, **flags: Any) -> OneStepConfig:
+    more = {"teacher_samples": COUNT, "teacher_steps": STEPS, "num_samples": 0, "log_every": 3}
+    more |= {"guidance_scale": SCALE} if method == "distill" else {}
+    given = {"method": method, "teacher": teacher, "output_dir": output_dir} | more | flags
+    return parse(OneStepConfig, "", command_line(given))
 
 
-def draw_paths(teacher: Path, output_dir: Path) -> Path:
-    config, _ = resolved(taught(teacher, output_dir))
+def open_data(config: TrainConfig) -> Any:
+    """Draw the data of a teacher, unless they are there, and return them."""
+    config, _ = resolved(config)
     request = DistillationData.of(config)
     assert request is not None
-    return open_drawn(request, open_pictures(config.data), config)[0].path
+    return open_drawn(request, open_pictures(config.data), config)[0]
+
+
+def draw(method: str, teacher: Path, output_dir: Path, **flags: Any) -> Path:
+    path: Path = open_data(flags_of(method, teacher, output_dir, **flags)).path
+    return path
 
 
 @pytest.fixture(scope="module")
-def paths(teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> StoreDataset:
-    """Drawn by two processes."""
-    path, other = run_on_ranks(2, draw_paths, teacher, tmp_path_factory.mktemp("run"))
-    assert path == other
-    return StoreDataset(path)
+def drawn(teachers: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, StoreDataset]:
+    """The data of each teacher, drawn by two processes."""
+    stores = {}
+    for method, teacher in teachers.items():
+        path, other = run_on_ranks(2, draw, method, teacher, tmp_path_factory.mktemp("run"))
+        assert path == other
+        stores[method] = StoreDataset(path)
+    return stores
 
 
-def test_a_path_is_the_teachers_with_its_guidance(teacher: Path, paths: StoreDataset) -> None:
-    batch = paths.read_batch([3, 149, 70])
+def test_a_path_is_the_teachers_with_its_guidance(teachers: dict[str, Path], drawn: dict[str, StoreDataset]) -> None:
+    batch = drawn["distill"].read_batch([3, 149, 70])
     assert set(batch) == {"images", "labels", "path"}
     assert (batch["path"].dtype, batch["path"].shape) == (torch.float16, (3, STEPS, 3, 8, 8))
     seen: list[tuple[float, Tensor]] = []
-    images = load_flow(teacher, RectifiedFlow).sample(
+    images = load_flow(teachers["distill"], RectifiedFlow).sample(
         noise=batch["path"][:, 0].float(),
         labels=batch["labels"],
         steps=STEPS,
@@ -78,15 +95,29 @@ def test_a_path_is_the_teachers_with_its_guidance(teacher: Path, paths: StoreDat
     for point, (_, x) in zip(batch["path"].unbind(1), seen[:-1], strict=True):
         torch.testing.assert_close(point.float(), x, rtol=1e-2, atol=1e-2)
     assert (images.mul(255) - batch["images"]).abs().max() < 1
-    assert paths.read_batch(range(COUNT))["path"][:, 0].float().std() == pytest.approx(1, abs=0.02)
+    assert drawn["distill"].read_batch(range(COUNT))["path"][:, 0].float().std() == pytest.approx(1, abs=0.02)
 
 
-def test_paths_begin_at_other_noise_than_samples(paths: StoreDataset) -> None:
+def test_a_pair_is_what_the_flow_makes_of_its_noise(teachers: dict[str, Path], drawn: dict[str, StoreDataset]) -> None:
+    pairs = drawn["reflow"]
+    assert len(pairs) == COUNT
+    batch = pairs.read_batch([3, 149, 70])
+    assert (batch["noise"].dtype, batch["noise"].shape) == (torch.float16, (3, 3, 8, 8))
+    flow = load_flow(teachers["reflow"], RectifiedFlow)
+    images = flow.sample(noise=batch["noise"].float(), labels=batch["labels"], steps=STEPS)
+    assert (images.mul(255) - batch["images"]).abs().max() < 1, "not the flow's picture of that noise and label"
+    everything = pairs.read_batch(range(COUNT))
+    assert everything["noise"].float().std() == pytest.approx(1, abs=0.02)
+    assert len(everything["noise"].flatten(1).unique(dim=0)) == COUNT
+    assert 5 < len(everything["labels"].unique()) <= 12
+
+
+def test_paths_begin_at_other_noise_than_samples(drawn: dict[str, StoreDataset]) -> None:
     """Else samples and evaluations of a map with the seed of its paths would show rows that it was trained on."""
     numbers = list(range(64))
     with randomness.deterministic(randomness.Samples(0, numbers)):
         noise = randomness.randn("sample noise", (64, 3, 8, 8), torch.device("cpu"))
-    trained = paths.read_batch(numbers)["path"][:, 0].float()
+    trained = drawn["distill"].read_batch(numbers)["path"][:, 0].float()
     assert abs(torch.corrcoef(torch.stack((noise.flatten(), trained.flatten())))[0, 1]) < 0.05
 
 
@@ -95,18 +126,16 @@ def test_a_teacher_is_guided_by_its_early_checkpoint(tmp_path: Path) -> None:
     run = {"train_num_steps": 8, "save_every": 1, "ema_decay": 0, "lr_warmup_steps": 0, "learning_rate": 1e-2}
     teacher = train_teacher(tmp_path / "teacher", **run)
     PartialState()
-    config, _ = resolved(taught(teacher, tmp_path / "run", guidance_scale=1, autoguidance=1.5, teacher_samples=64))
-    request = DistillationData.of(config)
+    config = flags_of("distill", teacher, tmp_path / "run", guidance_scale=1, autoguidance=1.5, teacher_samples=64)
+    request = DistillationData.of(resolved(config)[0])
     assert request is not None
     assert request.calls == 2 * STEPS
-    drawn = open_drawn(request, open_pictures(config.data), config)[0]
-    batch = drawn.read_batch(range(4))
+    batch = open_data(config).read_batch(range(4))
     early = load_flow(teacher / "checkpoints/step_00000001", RectifiedFlow)
     flow, noise = load_flow(teacher, RectifiedFlow), batch["path"][:, 0].float()
     for scale, near in ((1.5, True), (1.0, False)):
-        images = flow.sample(
-            noise=noise, steps=STEPS, guidance=Guidance(autoguidance=scale, earlier=early.exact_velocity)
-        )
+        guidance = Guidance(autoguidance=scale, earlier=early.exact_velocity)
+        images = flow.sample(noise=noise, steps=STEPS, guidance=guidance)
         assert bool((images.mul(255) - batch["images"]).abs().max() < 1) == near
     assert_refused(
         "train_mean_flow.py",
@@ -116,67 +145,131 @@ def test_a_teacher_is_guided_by_its_early_checkpoint(tmp_path: Path) -> None:
     )
 
 
-def learn(teacher: Path, output_dir: Path, teacher_dir: Path | None, steps: int) -> None:
-    flags = {"teacher_dir": teacher_dir, "batch_size": 16 // PartialState().num_processes, "lr_warmup_steps": 0}
-    train(taught(teacher, output_dir, train_num_steps=steps, learning_rate=1e-4, **flags))
+def learn(method: str, teacher: Path, output_dir: Path, teacher_dir: Path | None, steps: int) -> None:
+    flags = {"teacher_dir": teacher_dir, "batch_size": 16, "learning_rate": 1e-4, "lr_warmup_steps": 0}
+    train(flags_of(method, teacher, output_dir, train_num_steps=steps, **flags))
 
 
-def test_training_starts_from_the_teacher(teacher: Path, paths: StoreDataset, tmp_path: Path) -> None:
-    run_on_ranks(1, learn, teacher, tmp_path / "1", paths.path, 6)
-    assert list(losses(tmp_path / "1")) == [3, 6]
-    description = json.loads((tmp_path / "1/checkpoints/step_00000006/flow.json").read_text())
-    assert (description["kind"], description["whole_fraction"]) == ("DistilledFlow", 0.5)
-    before, after = load_flow(teacher, RectifiedFlow), load_flow(tmp_path / "1", DistilledFlow)
-    earlier, later = before.state_dict(), after.state_dict()
-    assert earlier.keys() - later.keys() == {"network.augmentation_embedding.weight"}, "paths are not augmented"
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        ("distill", {"kind": "DistilledFlow", "whole_fraction": 0.5}),
+        (
+            "reflow",
+            {"distance": "pseudo_huber", "prediction": "clean"}
+            | {"time_distribution": {"kind": "UShaped", "steepness": 4.0}},
+        ),
+    ],
+)
+def test_training_starts_from_the_teacher(
+    method: str,
+    expected: dict[str, Any],
+    teachers: dict[str, Path],
+    drawn: dict[str, StoreDataset],
+    tmp_path: Path,
+) -> None:
+    run_on_ranks(1, learn, method, teachers[method], tmp_path, drawn[method].path, 6)
+    assert list(losses(tmp_path)) == [3, 6]
+    description = json.loads((tmp_path / "checkpoints/step_00000006/flow.json").read_text())
+    assert expected.items() <= description.items()
+    earlier, later = (load_flow(run).state_dict() for run in (teachers[method], tmp_path))
+    augmented = {"network.augmentation_embedding.weight"} if method == "distill" else set()
+    assert earlier.keys() - later.keys() == augmented, "the data of a teacher are not augmented"
     for name, weights in later.items():
         assert (earlier[name] - weights).abs().max() < 6.1e-4, "not the weights of the teacher, six steps later"
-    assert after.sample(2, labels=torch.tensor([0, 1])).shape == (2, 3, 8, 8)
 
 
-def test_a_teacher_must_predict_the_velocity(tmp_path: Path) -> None:
-    clean = train_teacher(tmp_path / "clean", prediction="clean")
-    flags = f"--teacher {clean} --output_dir {tmp_path / 'run'}"
+def test_a_teacher_must_predict_the_velocity(teachers: dict[str, Path], tmp_path: Path) -> None:
+    flags = f"--teacher {teachers['reflow']} --output_dir {tmp_path}"
     assert_refused("train_mean_flow.py", 1, flags, "predicts the clean: pass one that predicts the velocity")
 
 
-class KilledError(Exception):
-    """In place of a kill."""
+def killed_at_first(method: Callable[..., None], applies: Callable[..., bool]) -> Callable[..., None]:
+    """Return a method of the writer that is interrupted after its first call to which that applies."""
+
+    def die(writer: StoreWriter, *arguments: Any) -> None:
+        method(writer, *arguments)
+        if applies(*arguments):
+            raise KeyboardInterrupt
+
+    return die
 
 
-def begin_to_draw(teacher: Path, output_dir: Path) -> None:
-    def killed(*_: Any, **__: Any) -> None:
-        raise KilledError
+def test_one_process_that_was_killed_draws_the_same(
+    teachers: dict[str, Path], drawn: dict[str, StoreDataset], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    PartialState()
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            StoreWriter, "reached", killed_at_first(StoreWriter.reached, lambda progress: progress.get("done"))
+        )
+        with pytest.raises(KeyboardInterrupt):
+            draw("reflow", teachers["reflow"], tmp_path)
+    assert not (tmp_path / "pairs").exists()
+    write, written = StoreWriter.write, list[int]()
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StoreWriter, "write", killed)
-        with pytest.raises(KilledError):
-            draw_paths(teacher, output_dir)
+    def count(writer: StoreWriter, first: int, values: Mapping[str, torch.Tensor]) -> None:
+        written.append(first)
+        write(writer, first, values)
+
+    monkeypatch.setattr(StoreWriter, "write", count)
+    again, pairs = StoreDataset(draw("reflow", teachers["reflow"], tmp_path)), drawn["reflow"]
+    assert written == [64, 128], "it did not resume where it was"
+    assert np.array_equal(again.entries["noise"], pairs.entries["noise"])
+    assert np.abs(again.entries["images"].astype(int) - pairs.entries["images"]).max() <= 1
+    assert np.array_equal(again.labels, pairs.labels)
+    draw("reflow", teachers["reflow"], tmp_path, mixed_precision="bf16")
+    assert written == [64, 128], "they were there already"
 
 
-def test_a_teacher_that_changed_or_went_while_it_drew(teacher: Path, tmp_path: Path) -> None:
+def test_altered_pairs_are_refused(drawn: dict[str, StoreDataset], teachers: dict[str, Path], tmp_path: Path) -> None:
+    PartialState()
+    path = shutil.copytree(drawn["reflow"].path, tmp_path / "pairs")
+    noise = path / "noise.float16"
+    altered = bytes(100) + noise.read_bytes()[100:]
+    noise.write_bytes(altered)
+    os.utime(noise, (0, 0))
+    with pytest.raises(UsageError, match=r"pairs is damaged \(noise.float16 was altered\): move the folder away"):
+        draw("reflow", teachers["reflow"], tmp_path)
+    assert noise.read_bytes() == altered
+
+
+def test_a_teacher_that_changed_or_went_while_it_drew(teachers: dict[str, Path], tmp_path: Path) -> None:
     """The paths would be of two teachers, or there is none to go on with: both name another folder as the remedy."""
     PartialState()
-    mine = tmp_path / "teacher"
-    shutil.copytree(teacher, mine)
-    begin_to_draw(mine, tmp_path / "run")
-    shutil.rmtree(mine)
-    train_teacher(mine, use_cfg=True, augment=0.15, seed=1)
+    mine = Path(shutil.copytree(teachers["distill"], tmp_path / "teacher"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StoreWriter, "write", killed_at_first(lambda *_: None, lambda *_: True))
+        with pytest.raises(KeyboardInterrupt):
+            draw("distill", mine, tmp_path / "run")
     flags = f"--teacher {mine} --teacher_samples {COUNT} --teacher_steps {STEPS} --guidance_scale {SCALE}"
-    said = f"the paths in {tmp_path}/run/paths differ in teacher ("
-    assert_refused("train_mean_flow.py", 1, f"{flags} --output_dir {tmp_path}/run", said)
+    flags += f" --output_dir {tmp_path}/run"
+    for steps, sentence in (
+        (3, f"the paths in {tmp_path}/run/paths differ in teacher ("),
+        (6, "no longer exists: choose another --output_dir"),
+    ):
+        shutil.rmtree(mine)
+        train_teacher(mine, use_cfg=True, augment=0.15, seed=1, train_num_steps=steps)
+        assert_refused("train_mean_flow.py", 1, flags, sentence)
+
+
+def test_a_run_resumes_when_its_teacher_is_gone(teachers: dict[str, Path], tmp_path: Path) -> None:
+    """The same command, though another training has gone on in the teacher's folder meanwhile, or it was removed."""
+    mine = Path(shutil.copytree(teachers["reflow"], tmp_path / "teacher"))
+    run_on_ranks(1, learn, "reflow", mine, tmp_path / "run", None, 3)
+    shutil.copytree(mine / "checkpoints/step_00000003", mine / "checkpoints/step_00000009")
+    run_on_ranks(1, learn, "reflow", mine, tmp_path / "run", None, 4)
     shutil.rmtree(mine)
-    train_teacher(mine, use_cfg=True, augment=0.15, seed=1, train_num_steps=6)
-    assert_refused(
-        "train_mean_flow.py", 1, f"{flags} --output_dir {tmp_path}/run", "no longer exists: choose another --output_dir"
-    )
+    run_on_ranks(1, learn, "reflow", mine, tmp_path / "run", None, 6)
+    assert list(losses(tmp_path / "run")) == [3, 4, 6]
 
 
-def test_paths_that_exist_keep_their_precision(teacher: Path, tmp_path: Path) -> None:
+def test_paths_that_exist_keep_their_precision(
+    teachers: dict[str, Path], drawn: dict[str, StoreDataset], tmp_path: Path
+) -> None:
     """A run on the paths of another one measures the speeds again, and bf16 may be faster then."""
     PartialState()
-    run_on_ranks(1, learn, teacher, tmp_path / "run", None, 3)
-    words = f"--teacher {teacher} --teacher_dir {tmp_path}/run/paths --output_dir {tmp_path}/other --budget 10m"
-    config = parse(OneStepConfig, "", words.split())
+    words = f"--teacher {teachers['distill']} --teacher_dir {drawn['distill'].path} --output_dir {tmp_path}"
+    config = parse(OneStepConfig, "", f"{words} --budget 10m".split())
     run = planned(config, 1000, lambda config: 20.0 if config.run.mixed_precision == "bf16" else 10.0).run
     assert run.mixed_precision == "no"

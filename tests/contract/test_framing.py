@@ -1,6 +1,5 @@
 """Tests of rectangles, transparency and crops, and of ``--look`` and ``--dry_run``, which do not create a run."""
 
-import json
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from functools import partial
@@ -20,7 +19,7 @@ from rectified_flow.data.store import StoreDataset
 from rectified_flow.flags import parse
 from rectified_flow.system.outputs import RECORD
 from tests.contract.kinds import COUNT, PLAIN, Runs
-from tests.programs import assert_refused, program
+from tests.programs import program
 from tests.ranks import run_on_ranks
 
 
@@ -46,14 +45,6 @@ def test_samples_have_transparency_and_the_grid_has_none(runs: Runs, tmp_path: P
     alpha = np.asarray(drawn[0])[..., 3]
     assert alpha[3:5, 4:6].max() < 40, "the hole of the picture that it starts from"
     assert alpha[0].min() > 215
-
-
-def test_it_is_evaluated_by_the_centre(runs: Runs, tmp_path: Path) -> None:
-    flags = "--num_samples 4 --steps 1 --feature_network efficientnet_lite0"
-    assert runs.call("evaluate.py", flags, tmp_path) == ""
-    [result] = json.loads((tmp_path / "evaluation.json").read_text())
-    assert result["framing"] == {"width": 12, "height": 8, "alpha": True, "crop": "random"}
-    assert Image.open(tmp_path / "neighbours.png").size == (6 * (12 + 2) + 2, 4 * (8 + 2) + 2)
 
 
 @pytest.mark.parametrize(("method", "entry"), [("reflow", ("noise", (4, 8, 12))), ("distill", ("path", (2, 4, 8, 12)))])
@@ -99,12 +90,3 @@ def test_a_look_at_other_sources(tmp_path: Path) -> None:
         [text] = run_on_ranks(1, printed, f"{words} {PLAIN} --output_dir {tmp_path}/{number} --look")
         assert f"{number} images of 8 px" in text
         assert (tmp_path / f"{number}/look.png").exists()
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_look_at_a_broken_picture(world_size: int, tmp_path: Path) -> None:
-    (tmp_path / "pictures").mkdir()
-    (tmp_path / "pictures/holiday.jpg").write_bytes(b"\xff\xd8\xff\xe0 this is no JPEG")
-    flags = f"{PLAIN} --dataset_path {tmp_path}/pictures --output_dir {tmp_path}/run --look"
-    assert_refused("train_oxford.py", world_size, flags, "holiday.jpg")
-    assert not (tmp_path / "run/look.png").exists()

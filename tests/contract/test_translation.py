@@ -98,14 +98,3 @@ def test_pictures_without_a_partner_are_named_and_left_out(paired: Runs, tmp_pat
     refused = f"--dataset_path {paired.data}/to --source_path {tmp_path}/from --paired --skip_broken_images"
     refused += f" --image_size 8 --dim 8 --dim_mults 1 --num_epochs 1 --output_dir {tmp_path}/run"
     assert_refused("train_oxford.py", 1, refused, "4 pictures in", "no partner, such as 03", "--skip_unpaired")
-
-
-@pytest.mark.parametrize("name", ["paired", "unpaired"])
-def test_other_sources_are_another_run(name: str, kind_runs: Callable[[str], Runs], tmp_path: Path) -> None:
-    runs = kind_runs(name)
-    shutil.copytree(runs.data / "from", tmp_path / "from")
-    shutil.copy(runs.data / "to/00.png", tmp_path / "from/00.png")
-    shutil.copytree(runs.one, tmp_path / "run")
-    flags = runs.kind.flags.format(data=runs.data).replace(f"{runs.data}/from", f"{tmp_path}/from")
-    more = f"--global_batch_size 8 --train_num_steps 9 --output_dir {tmp_path}/run"
-    assert_refused("train_oxford.py", 1, f"{flags} {more}", "was trained on other data")

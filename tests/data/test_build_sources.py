@@ -8,7 +8,6 @@ import datasets
 import huggingface_hub
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from rectified_flow.data.open import open_dataset
@@ -32,23 +31,6 @@ def hub_layout(folder: Path, names: list[str], labels: list[int]) -> Path:
     (folder / "data").mkdir(parents=True)
     rows.to_parquet(folder / "data/train-00000-of-00001.parquet")
     return folder
-
-
-def test_a_folder_of_every_kind_and_case(tmp_path: Path) -> None:
-    names = ["a.jpg", "b.JPG", "c.Jpeg", "d.png", "e.WEBP", "f.bmp", "g.tiff", "h.TIF"]
-    for name in names:
-        save_picture(tmp_path / name)
-    for ignored in ("notes.txt", ".hidden.png"):
-        (tmp_path / ignored).write_text("not a picture")
-    folder = PictureFolder(tmp_path)
-    assert sorted(file.name for file in folder.files) == sorted(names)
-    dataset = open_dataset("", tmp_path, image_size=4)
-    assert len(dataset) == len(names)
-    assert dataset.conditions == {}
-    assert dataset.condition_values([0, 1]) == {}
-    assert dataset.description == f"{tmp_path.name}: {len(names)} images of 4 px"
-    assert list(dataset[0]) == ["images"]
-    assert torch.all((dataset.read_batch(range(8))["images"][:, 2].int() - 200).abs() < 8)
 
 
 def test_the_hubs_layout(tmp_path: Path) -> None:

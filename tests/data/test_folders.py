@@ -264,12 +264,15 @@ def test_python_takes_a_folder_and_its_errors_name_parameters(
     assert open_dataset(**dataset.arguments).path == dataset.path
 
 
-@pytest.mark.parametrize("name", ["1.gif", "1.avif", "1.jfif", "1.jpe", "jpeg.png", "png.jpg", "gif.webp"])
+NAMES = "1.gif 1.avif 1.jfif 1.jpe 1.JPG 1.Jpeg 1.WEBP 1.bmp 1.tiff 1.TIF jpeg.png png.jpg gif.webp"
+
+
+@pytest.mark.parametrize("name", NAMES.split())
 def test_what_pillow_opens_is_read(tmp_path: Path, name: str) -> None:
     kind = {"jpeg": "JPEG", "png": "PNG", "gif": "GIF"}.get(Path(name).stem)
-    kind = kind or {".jfif": "JPEG", ".jpe": "JPEG"}.get(Path(name).suffix)
+    kind = kind or {".jfif": "JPEG", ".jpe": "JPEG", ".jpeg": "JPEG"}.get(Path(name).suffix.lower())
     frames = [Image.new("RGB", (10, 8), colour) for colour in ((40, 180, 60), (255, 0, 0))]
-    several = {} if kind == "JPEG" else {"save_all": True, "append_images": frames[1:]}
+    several = {} if kind == "JPEG" or name in ("1.JPG", "1.bmp") else {"save_all": True, "append_images": frames[1:]}
     frames[0].save(tmp_path / name, kind, **several)
     [row] = open_dataset(str(tmp_path), image_size=4).images
     assert abs(row.astype(int).mean(axis=(1, 2)) - (40, 180, 60)).max() < 12, "the first frame"

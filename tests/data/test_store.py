@@ -14,7 +14,6 @@ import pytest
 import torch
 from PIL import Image
 
-from rectified_flow.condition import Labels
 from rectified_flow.data.build import open_store
 from rectified_flow.data.sources.folder import PictureFolder
 from rectified_flow.data.sources.synthetic_flowers import SPECIES, SyntheticFlowers
@@ -98,13 +97,6 @@ def test_a_file_system_that_refuses_shared_maps_is_read(flowers: ImageDataset, m
     monkeypatch.setattr(np, "memmap", private_alone)
     for name, values in ImageDataset(flowers.path).read_batch([0, 1]).items():
         assert torch.equal(values, expected[name])
-
-
-def test_conditions_and_description(flowers: ImageDataset) -> None:
-    names = tuple(species.name for species in SPECIES)
-    assert flowers.conditions == {"labels": Labels(len(SPECIES), names)}
-    assert flowers.condition_values([13, 0])["labels"].tolist() == [1, 0]
-    assert flowers.description == f"synthetic-flowers: 46 images of 8 px, {len(SPECIES)} classes"
 
 
 def test_one_process_builds_while_others_wait(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from rectified_flow.condition import Picture, all_none, drop
 from rectified_flow.errors import UsageError
-from rectified_flow.flows.flow import SOURCE, sample_batches
+from rectified_flow.flows.flow import SOURCE
 from rectified_flow.flows.flow_map import DistilledFlow
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
@@ -152,15 +152,6 @@ def test_a_map_from_paths_takes_the_source_of_each_path() -> None:
     assert flow(**batch, source=torch.randn(4, *SHAPE).half()).isfinite()
     with pytest.raises(UsageError, match="a batch has no source"):
         flow(**batch)
-
-
-def test_a_sample_depends_on_its_own_source_alone() -> None:
-    flow = RectifiedFlow(unet(), space=Pixels(SHAPE), from_source=True, source_noise=0.1)
-    sources: dict[str, Any] = {"conditions": {SOURCE: images(3, 4)}, "steps": 2}
-    alone = torch.cat([made for _, made in sample_batches(flow, range(5), batch_size=1, **sources)])
-    together = torch.cat([made for _, made in sample_batches(flow, range(5), batch_size=5, **sources)])
-    assert (alone.int() - together.int()).abs().max() <= 1
-    assert not torch.equal(alone[0], alone[3]), "of the same source with other noise"
 
 
 @pytest.mark.parametrize("level", [1.0, 0.6])

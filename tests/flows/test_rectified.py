@@ -78,18 +78,6 @@ def test_pseudo_huber() -> None:
     assert flow.loss(x_0, near, t, {}).item() == pytest.approx(1e-6 / (2 * c), rel=0.02)
 
 
-def test_steps_are_intervals() -> None:
-    network = Constant(1.0)
-    flow = RectifiedFlow(network, space=Pixels((3, 4, 4)))
-    flow.sample(2, steps=5, solver="euler")
-    assert network.times == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
-    network.times.clear()
-    flow.sample(2, steps=5, solver="midpoint")
-    assert len(network.times) == 10
-    with pytest.raises(ValueError, match="steps is 0"):
-        flow.sample(2, steps=0)
-
-
 def test_the_shape_is_remembered_or_asked_for() -> None:
     flow = RectifiedFlow(Constant(0.0))
     with pytest.raises(ValueError, match="does not know the shape"):
@@ -105,18 +93,6 @@ def test_sampling_leaves_the_mode_as_it_was() -> None:
     flow.sample(1, steps=2)
     assert network.modes == [False, False]
     assert flow.training
-
-
-def test_labels_are_dropped_at_their_rate() -> None:
-    network = Constant(0.0, conditions={"labels": Labels(7)})
-    flow = RectifiedFlow(network, condition_dropout=0.1)
-    labels = torch.arange(20_000) % 7
-    flow(images=torch.zeros(20_000, 1, 1, 1), labels=labels)
-    [seen] = network.labels
-    assert seen is not None
-    dropped = seen == 7
-    assert dropped.float().mean() == pytest.approx(0.1, abs=0.01)
-    assert torch.equal(seen[~dropped], labels[~dropped])
 
 
 def test_labels_are_ignored_where_nothing_takes_them_and_drawn_where_they_are_missing() -> None:

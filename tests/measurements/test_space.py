@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from rectified_flow import MeanFlow, RectifiedFlow
 from rectified_flow.measurements.space import ABOVE, BELOW, UNKNOWN, Fields, colour_map
 from rectified_flow.measurements.transforms import Asinh, Linear, Log, Sqrt, Transform
-from rectified_flow.registry import build, describe
 
 TRANSFORMS = [Linear(), Log(), Asinh(0.5), Sqrt()]
 
@@ -40,21 +39,6 @@ def test_sixteen_bits_come_back_exactly() -> None:
         stored = space.to_stored(space.encode(levels))
         assert stored.dtype == torch.uint16
         assert torch.equal(stored.int(), levels.int())
-
-
-def test_it_is_described_and_built_again() -> None:
-    how: dict[str, Any] = {
-        "show": "2:magma",
-        "has_missing": True,
-        "dtype": "int16",
-        "files": {"suffix": ".tif", "channels": 2},
-    }
-    space = Fields(
-        (2, 4, 4), (0.0, 1.0), (2.0, 3.0), transform=Asinh(2.0), horizontal_flip=True, augmentation=0.1, **how
-    )
-    again = build(describe(space))
-    assert describe(again) == describe(space)
-    assert again.transform.scale == 2
 
 
 def test_colours_mark_what_is_outside_and_unknown() -> None:

@@ -46,15 +46,6 @@ def test_underscores_and_hyphens() -> None:
     assert not config.data.horizontal_flip
 
 
-def test_a_typo_is_an_error_with_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        parsed("--learning_rat 1")
-    assert end.value.code == 2
-    error = capsys.readouterr().err
-    assert "Perhaps you meant" in error
-    assert "--learning_rate FLOAT" in error
-
-
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from rectified_flow.randomness import BatchRows, deterministic
-from rectified_flow.registry import build, describe
 from rectified_flow.spaces.pixels import Pixels
 
 
@@ -53,14 +52,6 @@ def test_what_looks_wrong_is_told(least: float, most: float, sentence: str | Non
     assert problem is None if sentence is None else sentence in (problem or "")
 
 
-def test_the_noun_and_the_description() -> None:
-    assert Pixels((3, 32, 48)).noun == "48x32 px"
-    assert Pixels((4, 8, 8)).noun == "8 px with transparency"
-    assert Pixels().noun == "images"
-    back = build(describe(Pixels([3, 8, 8], horizontal_flip=True)))
-    assert (back.shape, back.horizontal_flip) == ((3, 8, 8), True)
-
-
 def test_transparency_is_shown_over_white_and_kept_in_files() -> None:
     space = Pixels((4, 1, 3))
     stored = torch.tensor([[10, 10, 10], [20, 20, 20], [30, 30, 30], [255, 0, 51]], dtype=torch.uint8)[None, :, None]
@@ -92,10 +83,3 @@ def test_a_random_part_is_a_whole_window_anywhere() -> None:
         assert torch.equal(part, coordinates(64)[number, :, top : top + 8, left : left + 12])
     corners = {(int(part[0, 0, 0]), int(part[1, 0, 0])) for part in parts}
     assert corners == {(top, left) for top in range(3) for left in range(4)}
-
-
-def test_random_parts_are_those_of_the_step_on_any_number_of_processes() -> None:
-    whole = cropped(3, slice(0, 64))
-    assert torch.equal(torch.cat([cropped(3, slice(0, 32)), cropped(3, slice(32, 64))]), whole)
-    assert torch.equal(cropped(3, slice(0, 64)), whole)
-    assert not torch.equal(cropped(4, slice(0, 64)), whole)

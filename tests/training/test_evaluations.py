@@ -64,19 +64,6 @@ def test_the_best_checkpoint_is_kept(run: Path) -> None:
     assert find_damage(kept) is None
 
 
-def test_one_process_stopped_between_finds_the_same(run: Path, tmp_path: Path, flowers: ImageDataset) -> None:
-    for steps in (7, 12):
-        run_on_ranks(1, train_and_evaluate, tiny_config(tmp_path, train_num_steps=steps, **FLAGS), flowers)
-    before, after = evaluations(run), [row for row in evaluations(tmp_path) if row["step"] % 3 == 0]
-    assert [row["step"] for row in after] == [row["step"] for row in before]
-    for one, two in zip(before, after, strict=True):
-        assert two[HEADLINE] == pytest.approx(one[HEADLINE], rel=1e-2)
-    kept = checkpoint.best_of(tmp_path / "checkpoints")
-    assert kept is not None
-    everything = evaluations(tmp_path)
-    assert checkpoint.step_of(kept) == min(everything, key=lambda row: row[HEADLINE])["step"]
-
-
 def test_the_best_so_far_is_told_where_another_measure_names_the_best(tmp_path: Path, flowers: ImageDataset) -> None:
     config = tiny_config(tmp_path, train_num_steps=12, **FLAGS)
     [printed] = run_on_ranks(1, train_by_given_distances, config, flowers, [50.0, 40.0, 45.0, 30.0])

@@ -92,15 +92,6 @@ def test_the_run_ends_and_keeps_the_best(alone: Path) -> None:
     assert (last["step"], last["heldout_loss"], last["gap"]) == (steps[-1], losses[-1], measured[-1]["gap"])
 
 
-def test_the_same_run_on_two_processes(alone: Path, tmp_path: Path) -> None:
-    run_on_ranks(2, train_stopping, str(tmp_path / "run"), str(alone / "cache"))
-    one, two = rows(alone / "run"), rows(tmp_path / "run")
-    assert len(one) == len(two)
-    for mine, theirs in zip(one, two, strict=True):
-        for name in ("step", "heldout_loss", "seen_loss", "losses"):
-            assert mine[name] == pytest.approx(theirs[name], rel=2e-3, abs=1e-4)
-
-
 def test_a_run_that_is_resumed_has_the_same_weights_and_ends_at_the_same_step(alone: Path, tmp_path: Path) -> None:
     run_on_ranks(1, train_stopping, str(tmp_path), str(alone / "cache"), EVERY)
     run_on_ranks(1, train_stopping, str(tmp_path), str(alone / "cache"))

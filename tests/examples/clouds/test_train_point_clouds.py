@@ -15,7 +15,6 @@ from rectified_flow.load import build_flow, load_flow
 from rectified_flow.registry import describe
 from set_transformer import SetTransformer
 from sphere import Points, SphereFlow, exp, log, project, transport
-from tests.programs import assert_refused
 from tests.ranks import run_on_ranks
 from tests.training.runs import losses
 
@@ -134,7 +133,3 @@ def test_samples_of_a_saved_flow_are_on_the_sphere(whole: Path) -> None:
     samples = flow.sample(4, steps=2, guidance=Guidance(2.0), labels=torch.tensor([0, 1, 2, 3]))
     assert samples.shape == (4, 12, 3)
     assert torch.allclose(samples.norm(dim=-1), torch.ones(4, 12))
-
-
-def test_bad_input_is_a_sentence() -> None:
-    assert_refused("train_point_clouds.py", 1, "--width 33", "it must be a multiple of 32")
