@@ -116,7 +116,7 @@ def test_a_folder_that_is_too_small_to_split_again(
 
 def test_a_result_takes_the_place_of_its_like(tmp_path: Path) -> None:
     for steps in (1, 2, 1):
-        _write_down(tmp_path, {"seed": 0, "steps": steps, "distances": {}})
+        _write_down(tmp_path, {"autoguidance": 1.0, "steps": steps, "distances": {"frechet": 0.5 * steps}})
     results = json.loads((tmp_path / "evaluation.json").read_text())
     assert [each["steps"] for each in results] == [2, 1]
 

@@ -49,7 +49,7 @@ def teachers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def flags_of(method: str, teacher: Path, output_dir: Path, **flags: Any) -> OneStepConfig:
-    more = {"teacher_samples": COUNT, "teacher_steps": STEPS, "num_samples": 0, "log_every": 3}
+    more: dict[str, Any] = {"teacher_samples": COUNT, "teacher_steps": STEPS, "num_samples": 0, "log_every": 3}
     more |= {"guidance_scale": SCALE} if method == "distill" else {}
     given = {"method": method, "teacher": teacher, "output_dir": output_dir} | more | flags
     return parse(OneStepConfig, "", command_line(given))
