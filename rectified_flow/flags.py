@@ -10,6 +10,7 @@ import importlib
 import io
 import json
 import os
+import re
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import redirect_stderr, suppress
@@ -35,8 +36,9 @@ NonNegative = Annotated[float, Interval(ge=0, le=1e30)]
 Fraction = Annotated[float, Ge(0), Lt(1)]
 Probability = Annotated[float, Ge(0), Le(1)]
 Strength = Annotated[float, Gt(0), Le(1)]
-Options = Annotated[tuple[str, ...], tyro.conf.arg(metavar="[KEY=VALUE ...]", help_behavior_hint="(default: none)")]
-"""Arguments of a constructor or function that another flag names. Values are JSON, or strings."""
+_PART = tyro.conf.arg(metavar="[NAME] [KEY=VALUE ...]")
+Part = Annotated[tuple[str, ...], _PART]
+"""A registered class or function by its name, and its arguments; their values are JSON, or strings."""
 IN_WORDS = {
     "greater than or equal to": "at least",
     "less than or equal to": "at most",
@@ -56,6 +58,9 @@ FORMER_FLAGS = {
     "paths_dir": "teacher_dir",
 }
 """Flags of commit c5b7768 that have another name now. Flags that no longer exist are left out."""
+PARTS = ("autoencoder", "condition_on", "dataset", "flow", "network", "optimizer", "space", "time_distribution")
+"""Flags whose arguments were flags of their own, named ``*_options`` but for these two."""
+FORMER_OPTIONS = {"condition_on": "condition_types", "time_distribution": "time_options"}
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,8 @@ class Flags:
         hints = get_type_hints(type(self), include_extras=True) if changed else {}
         for each in changed:
             value = _validated(f"--{flag_name(each.name)}", [getattr(self, each.name)], hints[each.name])
+            if _PART in getattr(hints[each.name], "__metadata__", ()) and not name_of(value):
+                value = (*getattr(type(self), each.name), *value)  # arguments alone are those of the default part
             object.__setattr__(self, each.name, value)
 
 
@@ -244,13 +251,19 @@ def flags_in(document: Mapping[str, Any]) -> dict[str, Any]:
         document: ``{data, flow, training}``; ``{run, flags}``, as commit c5b7768 wrote it; or flags alone.
     """
     if "training" in document:
-        flags = {**_flat(document.get("data", {})), **document["training"]}
+        flags = _flat(document.get("data", {})) | document["training"]
     elif {"run", "flags"} & document.keys():
         former = {**document.get("data", {}), **document.get("run", {}), **document.get("flags", {})}
         flags = {FORMER_FLAGS.get(name, name): value for name, value in former.items() if value is not None}
         flags |= {} if flags.pop("use_ema", True) else {"ema_decay": 0.0}
     else:
-        return dict(document)
+        flags = dict(document)
+    for part in PARTS:
+        values = flags.get(part) or [], flags.pop(FORMER_OPTIONS.get(part, f"{part}_options"), [])
+        if part in flags or values[1]:
+            flags[part] = [word for each in values for word in (each if isinstance(each, list) else [each])]
+    if flags.pop("skip_unpaired", False):
+        flags["skip_broken_images"] = True
     return flags
 
 
@@ -418,20 +431,32 @@ class Choice:
             raise UsageError(f"--{self.flag} {name} cannot be built ({first_line(error)})") from error
 
 
-def choose(flag: str, role: Role | type, name: str, options: Sequence[str] = (), but: type | None = None) -> Choice:
-    """Return the registered class or function ``name`` with its options.
+def split_part(part: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the name of a part, empty if there is none, and its arguments; a text is a name."""
+    words = [part] if isinstance(part, str) else [*part]
+    is_named = bool(words) and not re.match(r"[^\W\d]\w*=", words[0])  # paths and hub ids may contain =
+    return (words[0], words[1:]) if is_named else ("", words)
+
+
+def name_of(part: Sequence[str]) -> str:
+    """Return the name of a part, empty if there is none."""
+    return split_part(part)[0]
+
+
+def choose(flag: str, role: Role | type, part: Sequence[str], but: type | None = None) -> Choice:
+    """Return a registered class or function with its arguments.
 
     Args:
-        flag: the flag that names it; ``--{flag}_options`` has the options.
+        flag: the flag that names it.
         role: its role or base class.
-        name: its registered name.
-        options: ``KEY=VALUE`` for parameters of the target.
+        part: its name and arguments.
         but: a base class whose subclasses are left out.
 
     Raises:
-        UsageError: if it is not registered, or an option is unknown or has a value of another type.
+        UsageError: if it is not registered, or an argument is unknown or has a value of another type.
     """
-    target = find(flag, role, name, but)
+    name, options = split_part(part)
+    target = find(flag, role, name or " ".join(options), but)
     return Choice(flag, target, typed_options(flag, target, options))
 
 
@@ -446,11 +471,11 @@ def typed_options(flag: str, target: Any, options: Sequence[str]) -> dict[str, A
         key, equals, text = option.partition("=")
         if not equals or key not in parameters:
             known, name = ", ".join(parameters) or "none", target.__qualname__.removesuffix(".of")
-            raise UsageError(f"--{flag}_options {option}: {name} takes KEY=VALUE with the keys {known}")
+            raise UsageError(f"--{flag} {option}: {name} takes KEY=VALUE with the keys {known}")
         candidates = [text]
         with suppress(ValueError, RecursionError):  # a number of more than 4,300 digits, and brackets in brackets
             candidates = [json.loads(text), text]
-        typed[key] = _validated(f"--{flag}_options {key}", candidates, parameters[key].annotation)
+        typed[key] = _validated(f"--{flag} {key}", candidates, parameters[key].annotation)
     return typed
 
 

@@ -13,7 +13,7 @@ from huggingface_hub import HfApi, ModelCard, ModelCardData, snapshot_download
 from rectified_flow.condition import chosen
 from rectified_flow.data.sources.synthetic_flowers import SYNTHETIC_FLOWERS
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import flags_in, plain, rules_of
+from rectified_flow.flags import flags_in, name_of, plain, rules_of
 from rectified_flow.flows.flow import SOURCE, Flow, network_of
 from rectified_flow.load import Trained, build_flow, read_results
 from rectified_flow.registry import describe
@@ -188,7 +188,7 @@ def _dataset_names(flags: Mapping[str, Any]) -> tuple[str | None, str | None]:
     """
     if "dataset" not in flags:
         return None, None
-    name, folder = flags["dataset"], flags.get("dataset_path")
+    name, folder = name_of(flags["dataset"]), flags.get("dataset_path")
     if folder is None and name == SYNTHETIC_FLOWERS:
         return "flowers drawn by the program", None
     is_id = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name) and not Path(name).exists()

@@ -3,7 +3,7 @@
 The package's starter was made as follows, in about an hour on one core:
 
     python train_oxford.py --dataset synthetic-flowers --image_size 32 --dim 32 --dim_mults 1 2 3
-        --network_options blocks_per_level=1 attention_sides=[8] --dropout 0 --budget 50m --output_dir runs/starter
+        --network blocks_per_level=1 attention_sides=[8] --dropout 0 --budget 50m --output_dir runs/starter
     python scripts/make_starter.py runs/starter
 """
 
@@ -18,7 +18,7 @@ from rectified_flow.flags import flags_in
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.folder import read_config
 
-FLAGS = ("network", "network_options", "dim", "dim_mults", "dropout", "prediction")
+FLAGS = ("network", "dim", "dim_mults", "dropout", "prediction")
 """Flags that describe the network and its output."""
 
 

@@ -102,7 +102,7 @@ def case(about: str, clusters: int = 0, counts_images: bool = False, **settings:
     return Case(about, train_case, partial(measure, clusters=clusters))
 
 
-MUON: Settings = {"optimizer": "muon", "decay": "cosine", "lr_warmup_steps": 20}
+MUON: Settings = {"optimizer": ("muon",), "decay": "cosine", "lr_warmup_steps": 20}
 NARROW: Settings = {**MUON, "network_dim": 24}
 CHOSEN: Settings = {**NARROW, "mixed_precision": "bf16", "ema_decay": None}
 

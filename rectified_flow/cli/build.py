@@ -15,7 +15,7 @@ from rectified_flow.cli.flags.sampling import SamplingConfig, SolverConfig
 from rectified_flow.condition import ConditionSpecs, Picture, chosen
 from rectified_flow.distributed.join import check_equal, join_processes
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import Choice, arguments_from, choose, plain, refuse, typed_options
+from rectified_flow.flags import Choice, arguments_from, choose, plain, refuse, split_part
 from rectified_flow.flows.flow import SOURCE, Flow
 from rectified_flow.flows.flow_map import DistilledFlow
 from rectified_flow.flows.mean import MeanFlow
@@ -173,7 +173,7 @@ def choose_network(config: NetworkConfig) -> Choice:
     Raises:
         UsageError: if it is not registered, or a flag does not fit it.
     """
-    choice = choose("network", nn.Module, config.network, config.network_options, but=Flow)  # flows are modules, too
+    choice = choose("network", nn.Module, config.network, but=Flow)  # flows are modules, too
     flags = arguments_from(config, choice.target, Unet, UNET_FLAGS)
     return Choice(choice.flag, choice.target, flags | dict(choice.arguments))
 
@@ -185,7 +185,8 @@ def choose_flow(config: TrainConfig) -> Choice:
         UsageError: if one is not registered, or a flag does not fit it.
     """
     flags, method = config.flow, METHODS[config.method]
-    choice = choose("flow", Flow, flags.flow or method.flow.__name__, flags.flow_options)
+    name, options = split_part(flags.flow)
+    choice = choose("flow", Flow, (name or method.flow.__name__, *options))
     target, known = choice.target, parameters_of(choice.target)
     arguments = dict(method.arguments) if issubclass(target, method.flow) else {}
     given: dict[str, Any] = {"prediction": flags.prediction, "coupling": flags.coupling}
@@ -194,14 +195,12 @@ def choose_flow(config: TrainConfig) -> Choice:
         if value != getattr(FlowConfig, name):
             refuse({name: name not in known}, f"has no effect: {target.__name__} has no argument {name}; leave it out")
             arguments[name] = value
-    chooses_times = flags.time_distribution is not None or flags.time_options or method.times != "logit_normal"
-    if chooses_times and "time_distribution" in known:
-        name = flags.time_distribution or method.times
-        times = choose("time_distribution", TimeDistribution, TIMES.get(name, name)).target
-        defaults = {key: value for key, value in method.time_arguments.items() if key in parameters_of(times)}
-        settings = defaults | typed_options("time", times, flags.time_options)
-        arguments["time_distribution"] = Choice("time_distribution", times, settings).build()
-    else:
-        unused = {"time_distribution": flags.time_distribution, "time_options": flags.time_options}
-        refuse({} if "time_distribution" in known else unused, f"has no effect: {target.__name__} draws no times")
+    if "time_distribution" not in known:
+        refuse({"time_distribution": flags.time_distribution}, f"has no effect: {target.__name__} draws no times")
+    elif flags.time_distribution or method.times != "logit_normal":
+        name, options = split_part(flags.time_distribution)
+        name = name or method.times
+        times = choose("time_distribution", TimeDistribution, (TIMES.get(name, name), *options))
+        defaults = {key: value for key, value in method.time_arguments.items() if key in parameters_of(times.target)}
+        arguments["time_distribution"] = replace(times, arguments=defaults | dict(times.arguments)).build()
     return Choice(choice.flag, target, arguments | dict(choice.arguments))

@@ -4,6 +4,7 @@ from math import gcd
 
 from rectified_flow.cli.config import UNET, TrainConfig
 from rectified_flow.errors import UsageError
+from rectified_flow.flags import name_of
 from rectified_flow.spaces.space import Space
 from rectified_flow.system.terminal import size_text
 
@@ -16,7 +17,7 @@ def check_sides(config: TrainConfig, space: Space) -> None:
         return
     height, width = shape[-2:]
     divisor, common = 2 ** (levels - 1), gcd(height, width)
-    if config.network.network == UNET and common % divisor > 0:
+    if name_of(config.network.network) == UNET and common % divisor > 0:
         kind = "pictures" if space.autoencoder is None else "latents"
         problem = f"--image_size {size} gives {kind} of {size_text(width, height)}, not divisible by {divisor}"
         multiple = divisor * (size // common)

@@ -18,7 +18,7 @@ from rectified_flow.flags import (
     Fraction,
     Natural,
     NonNegative,
-    Options,
+    Part,
     Positive,
     changed_flags,
     default_is,
@@ -38,10 +38,8 @@ Method = Literal["rectified", "mean_flow", "distill", "reflow"]
 class NetworkConfig(Flags):
     """The network."""
 
-    network: str = UNET
-    """Unet, or a registered network."""
-    network_options: Options = ()
-    """Arguments of the network."""
+    network: Part = (UNET,)
+    """Unet, or a registered network, and its arguments, such as blocks_per_level=1."""
     dim: Annotated[int, Interval(gt=0, le=4096)] = 64
     """Channels of the Unet at full resolution."""
     dim_mults: Annotated[tuple[Annotated[int, Interval(gt=0, le=64)], ...], Len(1)] = (1, 2, 3, 4)
@@ -61,18 +59,15 @@ class FlowConfig(Flags):
     method: Annotated[Method | None, default_is("rectified; one-step: distill with --teacher, else mean_flow")] = None
     """Rectified flow, or a one-step generator: mean_flow from pictures, distill from the paths of --teacher, or reflow
     from their end points."""
-    flow: Annotated[str | None, default_is("that of --method")] = None
-    """Registered flow to train instead."""
-    flow_options: Options = ()
-    """Arguments of the flow, such as distance=pseudo_huber, or mean_fraction=0.25 of a mean flow."""
+    flow: Annotated[Part, default_is("that of --method")] = ()
+    """Registered flow to train instead, and its arguments, such as distance=pseudo_huber."""
     prediction: Annotated[Prediction, flag(excludes="one_step")] = "velocity"
     """Output of the network of a rectified flow; the loss is that of the velocity in each case."""
     coupling: Annotated[Coupling, flag(excludes="teacher")] = "independent"
     """Pairing of images and noise: independent, minibatch optimal transport, or the nearest of 8."""
-    time_distribution: Annotated[str | None, default_is("that of the flow")] = None
-    """Distribution of the training times, 0 being data: logit_normal, uniform, u_shaped, or a registered one."""
-    time_options: Options = ()
-    """Arguments of the time distribution, such as mean=-0.5 std=1.2 shift=2."""
+    time_distribution: Annotated[Part, default_is("that of --method")] = ()
+    """Distribution of the training times, 0 being data: logit_normal, uniform, u_shaped, or a registered one; and its
+    arguments, such as mean=-0.5 std=1.2 shift=2."""
     guidance_scale: NonNegative = 1.0
     """Guidance inside the target of a mean flow, so that sampling needs none; of the teacher, with --teacher."""
 

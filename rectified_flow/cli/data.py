@@ -25,7 +25,7 @@ from rectified_flow.data.stream import Batches
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.features import RealData
 from rectified_flow.evaluation.heldout import Split, hold_out
-from rectified_flow.flags import Choice, choose, choose_named, refuse, typed_options
+from rectified_flow.flags import Choice, choose, choose_named, name_of, refuse, split_part, typed_options
 from rectified_flow.flows.flow import Flow
 from rectified_flow.registry import find, names, parameters_of
 from rectified_flow.spaces.degradations import Degradation
@@ -39,11 +39,12 @@ def find_data(config: DataConfig) -> ImageSource | Dataset[Any]:
     Raises:
         UsageError: if there is no such source.
     """
-    if config.dataset_path is None and config.dataset in names("dataset"):
-        choice = choose("dataset", "dataset", config.dataset, config.dataset_options)
+    name, options = split_part(config.dataset)
+    if config.dataset_path is None and name in names("dataset"):
+        choice = choose("dataset", "dataset", config.dataset)
         found: ImageSource | Dataset[Any] = choice.build(image_size=config.image_size, cache_dir=config.cache_dir)
         return found
-    refuse({"dataset_options": config.dataset_options}, "has no effect without a registered --dataset; leave it out")
+    refuse({f"dataset {' '.join(options)}": options}, "has no effect without a registered dataset; leave it out")
     return find_source(**data_arguments_of(config))
 
 
@@ -79,7 +80,8 @@ def open_data(data: RunData, source: ImageSource | None = None, kinds: Condition
 
 def data_arguments_of(config: DataConfig) -> dict[str, Any]:
     """Return the arguments of :func:`rectified_flow.open_dataset` by the flags of the data."""
-    return {name: getattr(config, name) for name in parameters_of(open_dataset) if hasattr(config, name)}
+    arguments = {name: getattr(config, name) for name in parameters_of(open_dataset) if hasattr(config, name)}
+    return arguments | {"dataset": name_of(config.dataset)}
 
 
 def with_space(config: DataConfig, *, may_choose: bool = True) -> DataConfig:
@@ -90,9 +92,9 @@ def with_space(config: DataConfig, *, may_choose: bool = True) -> DataConfig:
         may_choose: choose the space by the files, unless a flag names it.
     """
     folder = config.dataset_path
-    is_free = may_choose and config.space is None
+    is_free = may_choose and not name_of(config.space)
     if is_free and folder is not None and folder.is_dir() and (space := space_of_folder(folder)):
-        config = replace(config, space=space)
+        config = replace(config, space=(space, *config.space))
     if config.native_size:
         width, height = find_source(**data_arguments_of(config)).size_of(0)
         common = gcd(width, height)
@@ -149,7 +151,7 @@ def add_source(pictures: ImageDataset, data: DataConfig, flags: SourceConfig) ->
         raise UsageError(str(error).replace("--dataset_path", "--source_path")) from error
     if not flags.paired:
         return pictures.with_source(source, seed=data.data_seed or 0)
-    return pair_by_name(pictures, source, skip_unpaired=flags.skip_unpaired)
+    return pair_by_name(pictures, source, skip_unpaired=data.skip_broken_images)
 
 
 def add_columns(
@@ -175,9 +177,8 @@ def add_columns(
     if not flags.condition_on:
         return pictures
     state, columns = PartialState(), dict[str, Column]()
-    types = dict(option.partition("=")[::2] for option in flags.condition_types)
     table = read_table(pictures, source)
-    for found in choose_columns(table, flags.condition_on, types, pictures.info.source):
+    for found in choose_columns(table, flags.condition_on, pictures.info.source):
         kind = None if kinds is None else kinds.get(found.name)
         if kinds is None:
             kind = found.kind.fit(found.texts, text_encoder=flags.text_encoder, text_tokens=flags.text_tokens)
@@ -219,7 +220,7 @@ def check_columns(flow: Flow, source: object, pictures: ImageDataset) -> None:
 
 def kind_of_space(data: DataConfig) -> type[Space]:
     """Return the class of the space of the flags."""
-    name = data.space or ("Pixels" if data.autoencoder is None else "Latents")
+    name = name_of(data.space) or ("Latents" if data.autoencoder else "Pixels")
     return cast(type[Space], find("space", Space, name))
 
 
@@ -242,17 +243,17 @@ def build_space(data: DataConfig, found: ImageDataset | ImageSource | Dataset[An
     """
     kind = kind_of_space(data)
     target = getattr(kind, "of", kind)
-    _, options = split_options(data.space, data.space_options)
+    _, options = split_options(data.space)
     refuse({"augment": data.augment > 0 and not can_augment(data)}, f"has no effect on {kind.__name__}: leave it out")
     given: dict[str, Any] = {
         "image_size": data.image_size,
         "horizontal_flip": data.horizontal_flip,
         "augmentation": data.augment,
     }
-    if data.autoencoder is not None:
+    if data.autoencoder:
         needless = "autoencoder" not in parameters_of(target)
         refuse({"autoencoder": needless}, f"encodes pictures, and the data are {kind.__name__}: leave it out")
-        given |= {"autoencoder": data.autoencoder, "autoencoder_options": data.autoencoder_options}
+        given |= {"autoencoder": data.autoencoder}
     elif found is None or isinstance(found, ImageDataset | ImageSource):
         given |= {"shape": data.framing.shape, "source": found}
     else:

@@ -21,7 +21,7 @@ from rectified_flow.evaluation import agreement, likelihood, translation  # noqa
 from rectified_flow.evaluation.evaluator import Comparison, Evaluator
 from rectified_flow.evaluation.features import RealData, RenderedItems
 from rectified_flow.evaluation.heldout import HeldOutPictures
-from rectified_flow.flags import flags_in, plain, replaced
+from rectified_flow.flags import flags_in, name_of, plain, replaced
 from rectified_flow.load import RESULTS_FILE, Trained, autocast, read_results
 from rectified_flow.runs import checkpoint
 from rectified_flow.spaces.space import RGBA
@@ -121,7 +121,7 @@ def real_data(
     config = replaced(config, {name: path for name, path in places.items() if path is not None})
     found = find_data(config.data)
     if not isinstance(found, ImageSource):
-        return RenderedItems(found, trained.flow.space, config.data.dataset), None, None
+        return RenderedItems(found, trained.flow.space, name_of(config.data.dataset)), None, None
     pictures = open_data(config.run_data, found, trained.flow.conditions)
     split = split_of(pictures, config.data)
     if split is None or split.problem is not None:

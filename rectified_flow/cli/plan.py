@@ -26,12 +26,13 @@ MIN_IMAGES = 4_000  # the shortest measured run whose samples look like pictures
 WIDTHS = {16: 0, 24: 4_000, 32: 16_000, 48: 60_000, 64: 250_000}  # images from which --dim is better than the last one
 STARTER_DIM, STARTER_SIDE = 32, 32  # of the starter; from this side on, 85% of the weights come from it (budget.md)
 MAX_LEVELS, MIN_SIDE = 5, 8  # levels of the network, and the side of the lowest one, which has attention [px]
-SHORT = {"learning_rate": 2e-3, "lr_decay": "cosine"}  # with Muon: Fréchet distance 128, not 213 (budget.md)
+SHORT = {"learning_rate": 2e-3, "lr_decay": "cosine"}
+MUON = {"optimizer": ("muon",), **SHORT}  # Fréchet distance 128, not 213 (budget.md)
 BY_METHOD: dict[Method, dict[str, Any]] = {
-    "rectified": {"optimizer": "muon", **SHORT, "time_options": ("stratified=True",)},  # distance -5% (budget.md)
+    "rectified": {**MUON, "time_distribution": ("stratified=True",)},  # distance -5% (budget.md)
     "mean_flow": {**SHORT, "learning_rate": 1e-3},  # Muon was measured on distillation data only (budget.md)
-    "distill": {"optimizer": "muon", **SHORT, "flow_options": ("whole_fraction=0.75", "halves_fraction=0.5")},
-    "reflow": {"optimizer": "muon", **SHORT},  # distance -9% on the data of a teacher (budget.md)
+    "distill": {**MUON, "flow": ("whole_fraction=0.75", "halves_fraction=0.5")},
+    "reflow": MUON,  # distance -9% on the data of a teacher (budget.md)
 }
 MIN_BATCH, MIN_BATCH_OF_PATHS, MIN_BATCH_OF_GPU = 8, 16, 32  # 8 is better than 32 (budget.md); GPU: not measured
 MAX_BATCH, MIN_STEPS = 256, 7000  # a larger batch needs at least so many steps (budget.md, "Batch size")
@@ -178,9 +179,9 @@ def network_of(dim: int, sides: Sequence[int]) -> dict[str, Any]:
     levels = 1
     while levels < MAX_LEVELS and min(sides) // 2**levels >= MIN_SIDE and gcd(*sides) % 2**levels == 0:
         levels += 1
-    options = ("blocks_per_level=1", f"attention_sides=[{min(sides) // 2 ** (levels - 1)}]")
+    arguments = ("blocks_per_level=1", f"attention_sides=[{min(sides) // 2 ** (levels - 1)}]")
     mults = (*[1] * (levels - 3), *(1, 2, 3)[:levels])
-    return {"dim": dim, "dim_mults": mults, "network_options": options, "dropout": 0.0}
+    return {"dim": dim, "dim_mults": mults, "network": arguments, "dropout": 0.0}
 
 
 def for_pictures(count: int, *, augmentable: bool = True) -> dict[str, Any]:
@@ -300,7 +301,7 @@ def _reasons(
     why = "since longer runs memorise the pictures" if limited else "as many as fit into the time"
     if copies:
         why = f"{images / facts.pictures:,.0f} passes; after {facts.passes:,}, samples become copies of the pictures"
-    network = words("dim", "dim_mults", "network_options", "init_from")
+    network = words("dim", "dim_mults", "network", "init_from")
     rates = words("optimizer", "learning_rate", "lr_decay", "lr_warmup_steps", "ema_decay", "augment")
     why += f"; a step trains on {settings['batch_size']} at once, to save memory" if "batch_size" in settings else ""
     few = f"{images:,} images are too few for samples that look like pictures: {_remedy(facts, images)}"
@@ -309,7 +310,7 @@ def _reasons(
         "budget": f"{facts.budget} (--budget changes it): {facts.processes} x {facts.device} trains {speed}",
         "length": f"{settings['train_num_steps']:,} steps of {batch} = {images:,} images, {why}",
         "network": f"{network}; {why_network}" if network else why_network,
-        "training": f"{rates} {words('mixed_precision', 'time_options', 'flow_options')} (docs/budget.md)",
+        "training": f"{rates} {words('mixed_precision', 'time_distribution', 'flow')} (docs/budget.md)",
         "outputs": f"{words('sample_every', 'num_samples', 'save_every')}; intervals in steps",
         "teacher": draws if samples and facts.drawn is None else "",
         "warning": few if images < MIN_IMAGES and not facts.calls else "",

@@ -24,7 +24,7 @@ from rectified_flow.data.build import ImageSource
 from rectified_flow.data.framing import Crop
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import command_line, plain, refuse, replaced, values_of
+from rectified_flow.flags import command_line, name_of, plain, refuse, replaced, values_of
 from rectified_flow.flows.flow import Flow
 from rectified_flow.load import autocast
 from rectified_flow.networks.unet import to_device
@@ -42,14 +42,12 @@ DEFAULT_BUDGET = "1h"
 SIZES = 200  # number of pictures whose sizes are read before they are decoded
 LENGTH_FLAGS = {"num_epochs", "train_num_steps"}
 BATCH_FLAGS = {"global_batch_size", "batch_size"}
-NETWORK_FLAGS = ("network", "dim", "dim_mults", "network_options")
+NETWORK_FLAGS = ("network", "dim", "dim_mults")
 ALTERNATIVES = (
     LENGTH_FLAGS,
     BATCH_FLAGS,
     {*NETWORK_FLAGS},
-    {"optimizer", "learning_rate", "optimizer_options"},
-    {"flow", "time_distribution", "time_options"},
-    {"flow", "flow_options"},
+    {"optimizer", "learning_rate"},
 )
 """Groups of alternative flags. If the user sets one flag of a group, the recipe sets none of that group."""
 
@@ -79,7 +77,7 @@ def with_recipe(config: TrainConfig, source: ImageSource) -> TrainConfig:
         flags = plan.for_pictures(count, augmentable=can_augment(config.data))
         if budget_of(config) is not None and not config.program.look:
             flags.pop("augment", None)  # the plan decides it, when it knows the number of passes
-        if config.data.autoencoder is None and config.data.aspect_ratio == "1:1":
+        if not config.data.autoencoder and config.data.aspect_ratio == "1:1":
             multiple = max(plan.MIN_SIDE, 2 ** (len(config.network.dim_mults) - 1))
             side = ceil(side_of(source, config.data.crop) / multiple) * multiple
             flags |= {"image_size": side} if 0 < side < config.data.image_size else {}
@@ -109,7 +107,7 @@ def fixed_flags(config: TrainConfig, alternatives: Iterable[set[str]] = ALTERNAT
     fixed = set(config.given)
     for names in alternatives:
         fixed |= names if fixed & names else set()
-    return fixed
+    return fixed | ({"time_distribution"} if name_of(config.flow.flow) else set())  # which other flows may not have
 
 
 def budget_of(config: TrainConfig) -> str | None:
@@ -270,7 +268,7 @@ def print_speed(config: TrainConfig, length: int, conditions: ConditionSpecs, sp
 def print_dry_run(config: TrainConfig, flow: Flow, length: int) -> None:
     """Print the size of a run."""
     accelerator = build_accelerator(config.run)
-    data = f"{config.data.dataset_path or config.data.dataset} at {config.data.framing.size_text} px"
+    data = f"{config.data.dataset_path or name_of(config.data.dataset)} at {config.data.framing.size_text} px"
     accelerator.print(summarize(config.run, accelerator, flow, data, length))
 
 
@@ -297,7 +295,7 @@ def _starter_of(config: TrainConfig, sides: tuple[int, ...]) -> plan.Starter:
     """Return whether this run can start from the starter, an RGB rectified flow that predicts velocities."""
     if config.init.origin == STARTER_FOLDER:
         return "requested"
-    data, unlike = config.data, {"init_from", "prediction", "flow", "space", "alpha", "autoencoder"} & config.given
-    own_pictures = data.dataset_path is not None and data.space is None
+    data, unlike = config.data, {"init_from", "prediction", "space", "alpha", "autoencoder"} & config.given
+    own_pictures = data.dataset_path is not None and not data.space and not name_of(config.flow.flow)
     suits = config.method == "rectified" and own_pictures and not unlike and min(sides) >= plan.STARTER_SIDE
     return "suited" if suits and config.teacher.teacher is None else "unsuited"

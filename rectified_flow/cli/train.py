@@ -32,7 +32,7 @@ from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.features import RenderedItems
 from rectified_flow.evaluation.heldout import Split
 from rectified_flow.evaluation.report import look, summarize_pictures
-from rectified_flow.flags import check_rules, recorded, refuse, replaced, rules_of, values_of
+from rectified_flow.flags import check_rules, name_of, recorded, refuse, replaced, rules_of, values_of
 from rectified_flow.flows.flow import Flow
 from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
@@ -86,7 +86,7 @@ def train_run(config: TrainConfig) -> bool:
     elif not has_begun:
         config = planning.with_recipe(config, found)
     if config.program.look:
-        return _look(replaced(config, {"autoencoder": None}), found)
+        return _look(replaced(config, {"autoencoder": ()}), found)
 
     # All checks come before the decoding of the pictures, which can take hours.
     space = _space_of(config, found, has_begun=has_begun)
@@ -162,7 +162,8 @@ def check_items(config: TrainConfig) -> None:
     """Raise a UsageError if a flag is for pictures, and the data are items of a registered dataset."""
     for name, rule in sorted(rules_of(type(config)).items()):
         if rule.for_pictures and name in config.given:
-            raise UsageError(f"--{name} is for pictures, and --dataset {config.data.dataset} has items of another kind")
+            dataset = name_of(config.data.dataset)
+            raise UsageError(f"--{name} is for pictures, and --dataset {dataset} has items of another kind")
 
 
 def _open_data(config: TrainConfig, found: Any) -> Any:
@@ -208,7 +209,7 @@ def _callbacks(
         callbacks.append(build_heldout_hook(config.run, config.evaluation, training, held_out))
         pictures = [*split.divide(data)]
     elif not isinstance(data, ImageDataset):
-        pictures = [RenderedItems(data, flow.space, config.data.dataset)]
+        pictures = [RenderedItems(data, flow.space, name_of(config.data.dataset))]
     if config.evaluation.evaluate_every:
         callbacks.append(build_evaluation_hook(config.evaluation, *pictures, seed=config.run.seed))
     return callbacks

@@ -9,13 +9,12 @@ from annotated_types import Interval
 
 from rectified_flow.data import OXFORD_FLOWERS
 from rectified_flow.data.framing import Crop, Framing, parse_ratio
-from rectified_flow.errors import UsageError
 from rectified_flow.flags import (
     Flags,
     Fraction,
     Natural,
     NonNegative,
-    Options,
+    Part,
     Probability,
     Seed,
     default_is,
@@ -32,10 +31,8 @@ SourceAs = Literal["start", "condition"]
 class DataConfig(Flags):
     """The training pictures."""
 
-    dataset: Annotated[str, flag(replaces="dataset_path")] = OXFORD_FLOWERS
+    dataset: Annotated[Part, flag(replaces="dataset_path")] = (OXFORD_FLOWERS,)
     """Hub id of a dataset with an image column, synthetic-flowers (no download), or a registered dataset."""
-    dataset_options: Options = ()
-    """Arguments of a registered dataset."""
     dataset_path: Annotated[Path | None, flag(local=True)] = None
     """Folder of your own pictures or measurements (with a subfolder per class, or none), or a local datasets folder."""
     image_size: Annotated[int, Interval(gt=0, le=16384)] = 64
@@ -48,14 +45,11 @@ class DataConfig(Flags):
     """Centre crop, random crop, or pad."""
     alpha: Annotated[bool, flag(excludes="autoencoder")] = False
     """Keep transparency as a fourth channel; otherwise transparent parts become white."""
-    space: Annotated[str | None, default_is("by the files, or Latents with --autoencoder")] = None
-    """Data space: Pixels, Fields for measurements (.npy, .tif, 16-bit .png), or a registered one."""
-    space_options: Options = ()
-    """Arguments of the space; of measurements: value_range, transform, show, channels_last, store_bits."""
-    autoencoder: Annotated[str | None, flag(local=True, for_pictures=True, excludes="augment")] = None
+    space: Annotated[Part, default_is("by the files, or Latents with --autoencoder")] = ()
+    """Data space: Pixels, Fields for measurements (.npy, .tif, 16-bit .png), or a registered one; arguments of Fields
+    are value_range, transform, show, channels_last and store_bits."""
+    autoencoder: Annotated[Part, flag(local=True, for_pictures=True, excludes="augment"), default_is("none")] = ()
     """Train on latents of small (in the package), haar (wavelet), a diffusers folder or hub id, or a registered one."""
-    autoencoder_options: Annotated[Options, flag(needs="autoencoder")] = ()
-    """Arguments of a registered autoencoder."""
     horizontal_flip: bool = True
     """Mirror half of the training images."""
     augment: Probability = 0.0
@@ -65,7 +59,7 @@ class DataConfig(Flags):
     data_seed: Annotated[Seed | None, default_is("--seed")] = None
     """Seed of the held-out images, of unpaired sources, and of the choice among several captions."""
     skip_broken_images: bool = False
-    """Skip pictures that cannot be decoded instead of stopping."""
+    """Skip pictures that cannot be decoded, or have no partner with --paired, instead of stopping."""
     exclude: Annotated[tuple[str, ...], tyro.conf.arg(metavar="LIST.txt | NAME ..."), default_is("none")] = ()
     """Pictures to leave out: paths in the folder, numbers of rows of a table, or a text file with one a line."""
     cache_dir: Annotated[
@@ -94,8 +88,6 @@ class SourceConfig(Flags):
     """Folder of source pictures, which are translated to pictures like those of the dataset."""
     paired: Annotated[bool, flag(needs="source_path", excludes="coupling")] = False
     """Pair files of the same name in both folders (cut pairs in one file first); otherwise pairs are random."""
-    skip_unpaired: Annotated[bool, flag(needs="paired")] = False
-    """Leave out pictures without a partner instead of stopping."""
     degrade: Annotated[str | None, flag(excludes="autoencoder coupling")] = None
     """Make sources from the pictures: downsample:4, grey, blur:2, mask:box, mask:brush, edges, or a registered one."""
     source_as: Annotated[
@@ -123,25 +115,15 @@ class SourceConfig(Flags):
 class ColumnConfig(Flags):
     """Conditions from metadata columns: captions, numbers and labels."""
 
-    condition_on: Annotated[tuple[str, ...], flag(for_pictures=True), default_is("none")] = ()
-    """Columns to train on as conditions, of metadata.csv, metadata.jsonl, NAME.txt (text) or a dataset; or all."""
-    condition_types: Annotated[
-        tuple[str, ...],
-        flag(needs="condition_on"),
-        tyro.conf.arg(metavar="[COLUMN=TYPE ...]"),
-        default_is("by values"),
+    condition_on: Annotated[
+        tuple[str, ...], flag(for_pictures=True), tyro.conf.arg(metavar="COLUMN[=TYPE] ..."), default_is("none")
     ] = ()
-    """Types of columns, if their values are misjudged: caption, label, number, or a registered one."""
+    """Columns to train on as conditions, of metadata.csv, metadata.jsonl, NAME.txt (text) or a dataset; or all. Their
+    values tell the type, unless it is given: caption, label, number, or a registered one."""
     text_encoder: Annotated[str | None, flag(local=True, needs="condition_on"), default_is("bag of words")] = None
     """Frozen text encoder for captions: folder or hub id of a sentence model, CLIP or T5 (transformers)."""
     text_tokens: Annotated[Natural, flag(needs="text_encoder")] = 0
     """Number of caption tokens that attention levels attend to; 0 uses only the vector of the whole caption."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for option in self.condition_types:
-            if "=" not in option:
-                raise UsageError(f"--condition_types {option} must be COLUMN=caption, COLUMN=label or COLUMN=number")
 
 
 @register

@@ -276,35 +276,31 @@ class ColumnSpec:
         return f"{self.kind.column_type}{span}, {len(counts)} different{gaps}: {shown}{more}"
 
 
-def choose_columns(table: Table, wanted: Sequence[str], types: Mapping[str, str], source: str) -> list[ColumnSpec]:
+def choose_columns(table: Table, wanted: Sequence[str], source: str) -> list[ColumnSpec]:
     """Return the columns that are asked for, each with the kind that its values suit.
 
     Args:
         table: all columns.
-        wanted: names of columns, or ``all``.
-        types: kinds by column that a user asks for.
+        wanted: names of columns, or ``all``; ``COLUMN=TYPE`` asks for a kind.
         source: name of the pictures, for errors.
 
     Raises:
         UsageError: if there is no such column, it has no values, or a value does not suit its kind.
     """
     has = ", ".join(table.columns) or f"none; write a metadata.csv with a column {FILE_NAME} beside the pictures"
-    every = list(wanted) == ["all"]
-    columns = list(table.columns) if every else list(dict.fromkeys(wanted))
-    for column in columns:
+    types = dict(each.partition("=")[::2] for each in wanted)
+    every = types.pop("all", None) is not None
+    for column in types:
         if column not in table.columns:
             raise UsageError(f"--condition_on {column} does not exist in {source}: its columns are {has}")
-    for column in types:
-        if column not in columns:
-            raise UsageError(f"--condition_types {column} is not in --condition_on, with {', '.join(columns) or has}")
-    registered = [find("condition_types", WrittenCondition, name) for name in names(WrittenCondition)]
+    registered = [find("condition_on", WrittenCondition, name) for name in names(WrittenCondition)]
     kinds = {kind.column_type: kind for kind in registered}
     chosen = list[ColumnSpec]()
-    for column in columns:
+    for column in table.columns if every else types:
         rows = table.read(column)
         if every and any(_is_nested(value) for value, _place in rows):
             continue
-        spec = _spec(column, rows, types.get(column), kinds)
+        spec = _spec(column, rows, types.get(column, ""), kinds)
         if spec is None and not every:
             raise UsageError(f"--condition_on {column} has no values for a condition: leave it out")
         if spec is not None and not (every and spec.has_identifiers):
@@ -323,10 +319,10 @@ def _is_nested(value: Any) -> bool:
     return isinstance(value, dict) or not all(isinstance(each, str | None) for each in several)
 
 
-def _spec(column: str, rows: Rows, named: str | None, kinds: Mapping[str, type[WrittenCondition]]) -> ColumnSpec | None:
+def _spec(column: str, rows: Rows, named: str, kinds: Mapping[str, type[WrittenCondition]]) -> ColumnSpec | None:
     """Return a column as the named kind, or the one that its values suit; None if it has no values, or no kind."""
-    if named not in (None, *kinds):
-        raise UsageError(f"--condition_types {column}={named} is no type: pass {', '.join(kinds)}")
+    if named not in ("", *kinds):
+        raise UsageError(f"--condition_on {column}={named} is no type: pass {', '.join(kinds)}")
     for value, place in rows:
         if _is_nested(value):
             raise UsageError(f"--condition_on {column} is neither a value nor a list of texts in {place}: leave it out")
@@ -349,7 +345,7 @@ def _normal_text(text: str, kind: type[WrittenCondition], column: str, place: st
         return kind.normal(text)
     except ValueError as error:
         found = f"--condition_on {column} has {kind.column_type}s, but {place} has {text!r}"
-        raise UsageError(f"{found}: correct this value, or pass --condition_types {column}=label") from error
+        raise UsageError(f"{found}: correct this value, or pass --condition_on {column}=label") from error
 
 
 def _texts_of(value: Any) -> list[str]:

@@ -16,7 +16,7 @@ from rectified_flow.data.sources.huggingface import HuggingFaceSource, find_data
 from rectified_flow.data.sources.synthetic_flowers import SYNTHETIC_FLOWERS, SyntheticFlowers
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import Positive, as_plain, typed_options
+from rectified_flow.flags import Positive, as_plain, name_of, split_part, typed_options
 from rectified_flow.registry import find, names, parameters_of
 from rectified_flow.system.files import printable, usable_path
 from rectified_flow.system.pictures import content_of
@@ -34,8 +34,7 @@ def open_dataset(
     aspect_ratio: str = "1:1",
     crop: Crop = "center",
     alpha: bool = False,
-    space: str | None = None,
-    space_options: Sequence[str] = (),
+    space: Sequence[str] = (),
     exclude: Sequence[str] = (),
     source: ImageSource | None = None,
 ) -> ImageDataset:
@@ -52,10 +51,10 @@ def open_dataset(
         crop: part to keep: ``center``, ``random`` or ``none``. For random parts, images have a margin, and the
             space of a flow must know the shape of the parts: ``Pixels((3, image_size, image_size))``.
         alpha: keep transparency, as a fourth channel.
-        space: name of the space of the data: ``Fields`` reads the files of the folder as measurements, in their own
-            type, instead of as uint8 pictures.
-        space_options: ``KEY=VALUE`` for the files: ``channels_last=True`` if the last axis of arrays is that of the
-            channels, and ``store_bits=16`` for floats of 16 bits.
+        space: name of the space of the data, or a list of the name and of ``KEY=VALUE`` for the files. ``Fields``
+            reads the files of the folder as measurements, in their own type, instead of as uint8 pictures;
+            ``channels_last=True`` if the last axis of arrays is that of the channels, and ``store_bits=16`` for floats
+            of 16 bits.
         exclude: images to leave out: paths relative to the folder, or numbers of rows.
         source: the source of the images, in place of the one that ``dataset`` or ``dataset_path`` names.
 
@@ -116,9 +115,9 @@ def find_source(dataset: str, dataset_path: str | Path | None = None, **argument
     Raises:
         UsageError: if the source does not exist, or if ``space`` needs a folder of files.
     """
-    split, space = arguments.get("split", "train"), arguments.get("space")
+    split, space = arguments.get("split", "train"), arguments.get("space", ())
     if dataset_path is None and folder_reader(space) is not None:
-        raise UsageError(f"--space {space} reads a folder of files: pass it with --dataset_path")
+        raise UsageError(f"--space {name_of(space)} reads a folder of files: pass it with --dataset_path")
     source: ImageSource
     if dataset_path is not None:
         source = _find_folder(Path(dataset_path), split, arguments)
@@ -133,14 +132,14 @@ def find_source(dataset: str, dataset_path: str | Path | None = None, **argument
 
 def _find_folder(path: Path, split: str, arguments: Mapping[str, Any]) -> ImageSource:
     """Return the source of a folder."""
-    folder, space = usable_path("--dataset_path", path).resolve(), arguments.get("space")
+    folder, space = usable_path("--dataset_path", path).resolve(), arguments.get("space", ())
     if not folder.is_dir():
         what = content_of(folder) if folder.is_file() else None
         raise UsageError(f"--dataset_path {folder} is not a folder" + f", but {what}" * (what is not None))
     how = {"skip_unreadable": arguments.get("skip_broken_images", False), "split": split}
     reader = folder_reader(space)
     if reader is not None:
-        options, _ = split_options(space, arguments.get("space_options", ()))
+        options, _ = split_options(space)
         return cast(ImageSource, reader(folder, **how, **typed_options("space", reader, options)))
     if find_dataset_file(folder) is not None:
         return HuggingFaceSource(folder, split)
@@ -152,15 +151,15 @@ def _find_folder(path: Path, split: str, arguments: Mapping[str, Any]) -> ImageS
     return source
 
 
-def folder_reader(space: str | None) -> Any:
+def folder_reader(space: Sequence[str]) -> Any:
     """Return the class that reads the files of a space from folders; None for pictures."""
     readers = (find("space", "reader", name) for name in names("reader"))
-    return next((reader for reader in readers if reader.space_name == space), None)
+    return next((reader for reader in readers if reader.space_name == name_of(space)), None)
 
 
-def split_options(space: str | None, options: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the options of the class that reads the files of a space, and those of the space itself."""
-    reader = folder_reader(space)
+def split_options(space: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the arguments of the class that reads the files of a space, and those of the space itself."""
+    reader, (_, options) = folder_reader(space), split_part(space)
     known = {} if reader is None else parameters_of(reader)
     of_reader = [option for option in options if option.partition("=")[0] in known]
     return of_reader, [option for option in options if option not in of_reader]

@@ -38,7 +38,7 @@ def pair_by_name(pictures: ImageDataset, source: ImageDataset, *, skip_unpaired:
         found = f"{len(unlike)} of {len(both)} pairs in {where} differ in shape, such as {unlike[0]} ({shapes})"
         remedy = "crop both pictures alike"
     if found and (not skip_unpaired or len(unlike) == len(both)):
-        raise UsageError(f"{found}: {remedy}, or pass --skip_unpaired")
+        raise UsageError(f"{found}: {remedy}, or pass --skip_broken_images")
     if found:
         PartialState().print(f"note: {found}; they are left out")
     fit = {stem: row for stem, row in theirs.items() if stem not in {*unlike}}

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from rectified_flow import randomness
 from rectified_flow.condition import Values
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import choose
+from rectified_flow.flags import choose, split_part
 from rectified_flow.latents.autoencoders import Autoencoder, PretrainedAutoencoder, open_autoencoder
 from rectified_flow.registry import names, register
 from rectified_flow.spaces.pixels import Pixels
@@ -112,15 +112,16 @@ class Latents(StoredLatents):
         self._pixels = Pixels((RGB, image_size, image_size))
 
     @classmethod
-    def of(cls, autoencoder: str, image_size: int, autoencoder_options: Sequence[str] = ()) -> "Latents":
+    def of(cls, autoencoder: Sequence[str], image_size: int) -> "Latents":
         """Build the space of a registered autoencoder, or of one in a folder or of a hub id; scales are measured later.
 
         Raises:
             UsageError: if it does not exist, or the size of the pictures does not suit it.
         """
-        if autoencoder in names(Autoencoder):
-            return cls(choose("autoencoder", Autoencoder, autoencoder, autoencoder_options).build(), image_size)
-        return cls(open_autoencoder(autoencoder), image_size)
+        name, options = split_part(autoencoder)
+        if options or name in names(Autoencoder):
+            return cls(choose("autoencoder", Autoencoder, autoencoder).build(), image_size)
+        return cls(open_autoencoder(name), image_size)
 
     def encode_all(self, pictures: Any, *, mirrored: bool) -> tuple[Any, Space]:
         """Return the latents of all pictures and of their sources, and the space with the scales of the latents."""

@@ -145,8 +145,8 @@ def has_channels_last(shape: tuple[int, ...], channels_last: bool | None) -> boo
     first, height, last = shape
     if 2 * min(first, last) > min(max(first, last), height) or min(first, last) > MAX_CHANNELS:
         raise UsageError(
-            f"the axis of the channels is ambiguous in the shape {shape}; pass --space_options channels_last=True if "
-            "it is the last one, or channels_last=False if it is the first"
+            f"the axis of the channels is ambiguous in the shape {shape}; pass --space channels_last=True if it "
+            "is the last one, or channels_last=False if it is the first"
         )
     return last < first
 

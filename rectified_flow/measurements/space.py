@@ -132,9 +132,9 @@ class Fields(Space):
         if not isinstance(stored, Fields):
             raise UsageError(f"--space {cls.__name__} needs a folder of measurements: pass it with --dataset_path")
         low, high = range_of(value_range, stored, getattr(source, "images", None))
-        chosen, least = choose_named("space_options transform", Transform, transform), min(*stored.low, *low)
+        chosen, least = choose_named("space transform", Transform, transform), min(*stored.low, *low)
         if not chosen(torch.tensor(least)).isfinite():
-            raise UsageError(f"--space_options transform={transform} is undefined for the value {least:g}: pass asinh")
+            raise UsageError(f"--space transform={transform} is undefined for the value {least:g}: pass asinh")
         sources = None
         if partner is not None:
             sources = cls.of(partner, shape, value_range=value_range, transform=transform, show=show)
@@ -316,7 +316,7 @@ def range_of(text: str, stored: Fields, images: Array | None) -> tuple[Sequence[
     numbers = [number for part in text.split(",") if (number := as_number(part)) is not None]
     if len(numbers) != len(text.split(",")) or len(numbers) not in (2, 2 * channels):
         raise UsageError(
-            f"--space_options value_range={text} must be measured, percentile:P with P below 50, MIN,MAX, or MIN,MAX "
+            f"--space value_range={text} must be measured, percentile:P with P below 50, MIN,MAX, or MIN,MAX "
             f"for each of the {channels} channels"
         )
     numbers *= 2 * channels // len(numbers)

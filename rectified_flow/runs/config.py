@@ -15,7 +15,7 @@ from rectified_flow.flags import (
     Fraction,
     Natural,
     NonNegative,
-    Options,
+    Part,
     Positive,
     PositiveNumber,
     Seed,
@@ -49,10 +49,8 @@ class TrainingConfig(Flags):
     """Optimizer steps; excludes --num_epochs."""
     num_epochs: Annotated[PositiveNumber | None, flag(excludes="train_num_steps")] = None
     """Passes over the dataset; excludes --train_num_steps."""
-    optimizer: str = "adamw"
-    """adamw, or a registered optimizer."""
-    optimizer_options: Annotated[Options, flag(shapes_training=True)] = ()
-    """Arguments of the optimizer."""
+    optimizer: Annotated[Part, flag(shapes_training=True)] = ("adamw",)
+    """adamw, muon, or a registered optimizer, and its arguments, such as betas=[0.9,0.99]."""
     learning_rate: Annotated[PositiveNumber, flag(shapes_training=True)] = 3e-4
     """Peak learning rate."""
     lr_warmup_steps: Annotated[Natural, flag(shapes_training=True)] = 500

@@ -132,7 +132,7 @@ def _compared_parts(flow: Mapping[str, Any]) -> dict[str, Any]:
 def _flag_changes(config: TrainingConfig, path: Path) -> dict[str, str]:
     """Compare the flags that shape the training with those of a checkpoint."""
     known, given = flags_in(read_config(path / checkpoint.CONFIG_FILE)), plain(config)
-    then = {name: known[name] for name in given if name in known and (name == "optimizer" or shapes_training(name))}
+    then = {name: known[name] for name in given if name in known and shapes_training(name)}
     return _changes(then, {name: given[name] for name in then})
 
 

@@ -13,8 +13,8 @@ from rectified_flow.flags import parse
 @pytest.mark.parametrize(
     ("words", "unused"),
     [
-        ("--time_distribution uniform --time_options std=2", "--time_options std=2: Uniform takes KEY=VALUE"),
-        ("--method reflow --teacher a --time_options mean=0", "--time_options mean=0: UShaped takes KEY=VALUE"),
+        ("--time_distribution uniform std=2", "--time_distribution std=2: Uniform takes KEY=VALUE"),
+        ("--method reflow --teacher a --time_distribution mean=0", "mean=0: UShaped takes KEY=VALUE"),
         ("--method distill --teacher a --time_distribution uniform", "DistilledFlow draws no times"),
         ("--method mean_flow --prediction clean", "--prediction has no effect: MeanFlow has no argument prediction"),
         ("--guidance_scale 2", "--guidance_scale has no effect: RectifiedFlow has no argument guidance_scale"),
@@ -30,17 +30,17 @@ def test_a_flag_of_other_times_is_refused(words: str, unused: str) -> None:
     [
         ("--network Vit", "--network Vit is not registered: choose "),
         ("--network MeanFlow", "--network MeanFlow is not registered: choose "),
-        ("--network_options heads=3", "--network_options heads=3: Unet takes KEY=VALUE with the keys dim, "),
-        ("--network_options blocks_per_level", "--network_options blocks_per_level: Unet takes KEY=VALUE"),
-        ("--network_options blocks_per_level=x", "--network_options blocks_per_level is x; it must be a valid integer"),
-        (f"--network_options blocks_per_level={'9' * 5000}", "--network_options blocks_per_level is 9999"),
-        (f"--network_options blocks_per_level={'[' * 5000}", "--network_options blocks_per_level is [[[["),
-        ("--flow_options condition_dropout=2", "--flow_options condition_dropout is 2; it must be at most 1"),
+        ("--network heads=3", "--network heads=3: Unet takes KEY=VALUE with the keys dim, "),
+        ("--network Unet blocks_per_level", "--network blocks_per_level: Unet takes KEY=VALUE"),
+        ("--network blocks_per_level=x", "--network blocks_per_level is x; it must be a valid integer"),
+        (f"--network blocks_per_level={'9' * 5000}", "--network blocks_per_level is 9999"),
+        (f"--network blocks_per_level={'[' * 5000}", "--network blocks_per_level is [[[["),
+        ("--flow condition_dropout=2", "--flow condition_dropout is 2; it must be at most 1"),
         ("--flow Unet", "--flow Unet is not registered"),
         ("--space Sphere", "--space Sphere is not registered: choose "),
         (
-            "--time_options stdev=1",
-            "--time_options stdev=1: LogitNormal takes KEY=VALUE with the keys mean, std, shift",
+            "--time_distribution stdev=1",
+            "--time_distribution stdev=1: LogitNormal takes KEY=VALUE with the keys mean, std, shift",
         ),
     ],
 )
@@ -50,9 +50,9 @@ def test_a_name_or_option_that_does_not_exist_is_one_sentence(words: str, senten
     assert str(refused.value).startswith(sentence)
 
 
-def test_options_have_the_types_of_the_annotations() -> None:
-    words = "--image_size 8 --dim 8 --network_options dim_mults=[1,2] blocks_per_level=1 --time_distribution"
-    words += " LogitNormal --time_options stratified=true --flow_options condition_dropout=0.5"
+def test_have_the_types_of_the_annotations() -> None:
+    words = "--image_size 8 --dim 8 --network dim_mults=[1,2] blocks_per_level=1 --time_distribution"
+    words += " LogitNormal stratified=true --flow condition_dropout=0.5"
     flow: Any = build_flow(parse(TrainConfig, "", words.split()), {})
     network, times = flow.network, flow.time_distribution
     assert (network.dim, network.dim_mults, network.blocks_per_level) == (8, (1, 2), 1)

@@ -71,9 +71,7 @@ def test_flags_come_from_a_file_and_those_given_override_them(tmp_path: Path, fo
 
 
 def test_a_run_can_be_started_again_from_its_own_config(tmp_path: Path) -> None:
-    words = (
-        "--lr_decay cosine --no_horizontal_flip --time_options mean=-1 --coupling ot --learning_rate 0.5 --import json"
-    )
+    words = "--lr_decay cosine --no_horizontal_flip --time_distribution mean=-1 --coupling ot --import json"
     config = parse_rectified(words)
     file = write(
         tmp_path / "config.json", {"data": describe(config.run_data), "flow": {}, "training": recorded(config)}
@@ -97,6 +95,36 @@ def test_a_flag_overrides_those_that_would_outlive_it(
     file = write(tmp_path / "config.json", recorded_flags)
     now = recorded(parse_rectified(f"--config {file} {words}"))
     assert {name: now[name] for name in then} == then
+
+
+@pytest.mark.parametrize(
+    ("former", "now"),
+    [
+        (
+            {"network": "Unet", "network_options": ["blocks_per_level=1"], "flow": None, "flow_options": []},
+            "--network Unet blocks_per_level=1",
+        ),
+        ({"time_distribution": None, "time_options": ["shift=2"]}, "--time_distribution shift=2"),
+        ({"optimizer": "muon", "optimizer_options": [], "dataset_options": ["a=3"]}, "--optimizer muon --dataset a=3"),
+        ({"condition_on": ["a", "b"], "condition_types": ["b=label"]}, "--condition_on a b b=label"),
+        ({"paired": True, "source_path": "s", "skip_unpaired": True}, "--paired --source_path s --skip_broken_images"),
+    ],
+)
+def test_a_file_of_an_earlier_version_is_read(tmp_path: Path, former: dict[str, Any], now: str) -> None:
+    file = write(tmp_path / "config.json", former | {"seed": 3})
+    assert recorded(parse_rectified(f"--config {file}")) == recorded(parse_rectified(f"{now} --seed 3"))
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "part"),
+    [
+        ("--network blocks_per_level=1", "network", ["Unet", "blocks_per_level=1"]),
+        ("--autoencoder folder/a=b unit=1", "autoencoder", ["folder/a=b", "unit=1"]),
+        ("--flow distance=mse", "flow", ["distance=mse"]),
+    ],
+)
+def test_arguments_follow_the_name_of_a_part_or_are_those_of_the_default(words: str, name: str, part: Any) -> None:
+    assert recorded(parse_rectified(words))[name] == part
 
 
 @pytest.mark.parametrize(

@@ -53,12 +53,12 @@ def images(made: Plan, batch: int = 0) -> int:
 
 
 COMMON = {"dropout": 0.0, "num_epochs": None, "sample_steps": 16, "lr_decay": "cosine"}
-MUON = COMMON | {"optimizer": "muon", "learning_rate": 2e-3}
-PICTURES = MUON | {"time_options": ("stratified=True",)}
+MUON = COMMON | {"optimizer": ("muon",), "learning_rate": 2e-3}
+PICTURES = MUON | {"time_distribution": ("stratified=True",)}
 
 
 def network(dim: int, *mults: int) -> dict[str, Any]:
-    return {"dim": dim, "dim_mults": mults, "network_options": ("blocks_per_level=1", "attention_sides=[8]")}
+    return {"dim": dim, "dim_mults": mults, "network": ("blocks_per_level=1", "attention_sides=[8]")}
 
 
 def length(batch: int, steps: int, warmup: int, ema: float) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def outputs(sample_every: int, num_samples: int, save_every: int, log_every: int
             DISTILL,
             Machine(30, dim=64),
             MUON | length(16, 2071, 41, 0.99034) | outputs(102, 9, 102, 4)
-            | {"mixed_precision": "bf16", "flow_options": ("whole_fraction=0.75", "halves_fraction=0.5")}
+            | {"mixed_precision": "bf16", "flow": ("whole_fraction=0.75", "halves_fraction=0.5")}
             | {"teacher_samples": 4384},
         ),
         (
@@ -289,7 +289,7 @@ def test_flags_are_never_changed() -> None:
 )
 def test_the_levels_fit_the_sides(sides: tuple[int, int], mults: list[int], attention: int) -> None:
     flags = network_of(16, sides)
-    assert (list(flags["dim_mults"]), flags["network_options"][1]) == (mults, f"attention_sides=[{attention}]")
+    assert (list(flags["dim_mults"]), flags["network"][1]) == (mults, f"attention_sides=[{attention}]")
 
 
 def test_fewer_pictures_get_more_help() -> None:

@@ -187,7 +187,7 @@ KINDS: dict[str, Kind] = {
         slow=("evaluate", "one_step"),
     ),
     "columns": Kind(
-        f"--dataset_path {{data}}/columns {PLAIN} --condition_on all --condition_types text=caption"
+        f"--dataset_path {{data}}/columns {PLAIN} --condition_on all text=caption"
         " --text_encoder {data}/encoder --text_tokens 4",
         write_columns,
         sample="--num_samples 3 --steps 2 --set size=3",
@@ -196,7 +196,7 @@ KINDS: dict[str, Kind] = {
     ),
     "latents": Kind(f"--dataset_path {{data}}/pictures {PLAIN} --autoencoder haar", write_pictures, slow=("one_step",)),
     "floats": Kind(
-        f"--dataset_path {{data}}/floats {PLAIN} --space_options transform=log show=2:magma",
+        f"--dataset_path {{data}}/floats {PLAIN} --space transform=log show=2:magma",
         write_floats,
         written=("00000.npy", "00001.npy", "00002.npy"),
         scores=MEASURED,
@@ -240,12 +240,10 @@ KINDS: dict[str, Kind] = {
     ),
     "distilled": Kind(TAUGHT, train_teacher, program="train_mean_flow.py", one_step=NOT_RECTIFIED, slow=("export",)),
     "reflow": Kind(f"--method reflow {TAUGHT}", train_teacher, slow=("evaluate", "export", "one_step")),
-    "own network": guest(
-        "own_network", "--dataset squares --image_size 8 --use_cfg --network TwoConvolutions --network_options width=8"
-    ),
+    "own network": guest("own_network", "--dataset squares --image_size 8 --use_cfg --network TwoConvolutions width=8"),
     "own adapter": guest(
         "own_adapter",
-        "--dataset squares --image_size 8 --network Adapted --network_options width=8",
+        "--dataset squares --image_size 8 --network Adapted width=8",
         one_step=None,
     ),
     "own flow": guest(
@@ -258,7 +256,7 @@ KINDS: dict[str, Kind] = {
     "own objective": guest("own_objective", f"--dataset squares {UNET} --flow AbsoluteFlow"),
     "own space": guest(
         "own_space",
-        "--dataset rings --space Clouds --space_options scale=300 --network PointNetwork --network_options width=16",
+        "--dataset rings --space Clouds scale=300 --network PointNetwork width=16",
         calls=("evaluate", "export"),
         export="--checkpoint has a flow of clouds",
         one_step=NO_TEACHER,
@@ -273,22 +271,18 @@ KINDS: dict[str, Kind] = {
     "own pictures": guest("own_pictures", f"--dataset squares {UNET} --use_cfg"),
     "own condition": guest(
         "own_condition",
-        f"--dataset dials {UNET} --condition_on turn --condition_types turn=angle",
+        f"--dataset dials {UNET} --condition_on turn=angle",
         calls=("export", "one_step"),
         preview_is_grid=False,  # it has the angles below
         export="angle cannot be exported",
     ),
     "own autoencoder": guest(
         "own_autoencoder",
-        f"--dataset squares {UNET} --autoencoder Folded --autoencoder_options unit=0.5",
+        f"--dataset squares {UNET} --autoencoder Folded unit=0.5",
         calls=("evaluate", "one_step"),
     ),
-    "own optimizer": guest(
-        "own_optimizer", f"--dataset squares {UNET} --optimizer sign_descent --optimizer_options momentum=0.8"
-    ),
-    "own times": guest(
-        "own_times", f"--dataset squares {UNET} --time_distribution PowerOfUniform --time_options power=2"
-    ),
+    "own optimizer": guest("own_optimizer", f"--dataset squares {UNET} --optimizer sign_descent momentum=0.8"),
+    "own times": guest("own_times", f"--dataset squares {UNET} --time_distribution PowerOfUniform power=2"),
     "own sounds": Kind(
         f"--dataset_path {{data}}/sounds {UNET}",
         write_sounds,

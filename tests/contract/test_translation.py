@@ -90,11 +90,13 @@ def test_pictures_without_a_partner_are_named_and_left_out(paired: Runs, tmp_pat
     (tmp_path / "from/more/08.png").write_bytes(b"broken")
     shutil.copy(paired.data / "to/00.png", tmp_path / "from/extra.png")
     data = DataConfig(dataset_path=paired.data / "to", image_size=SIDE, skip_broken_images=True)
-    flags = SourceConfig(source_path=tmp_path / "from", paired=True, skip_unpaired=True)
+    flags = SourceConfig(source_path=tmp_path / "from", paired=True)
     pictures = add_source(open_pictures(data), data, flags)
     assert len(pictures) == COUNT - 3
     batch = pictures.read_batch(range(len(pictures)))
     assert np.array_equal(batch["source"], 255 - batch["images"])
-    refused = f"--dataset_path {paired.data}/to --source_path {tmp_path}/from --paired --skip_broken_images"
+    for name in ("07.png", "more/08.png"):
+        (tmp_path / "from" / name).unlink()
+    refused = f"--dataset_path {paired.data}/to --source_path {tmp_path}/from --paired"
     refused += f" --image_size 8 --dim 8 --dim_mults 1 --num_epochs 1 --output_dir {tmp_path}/run"
-    assert_refused("train_oxford.py", 1, refused, "4 pictures in", "no partner, such as 03", "--skip_unpaired")
+    assert_refused("train_oxford.py", 1, refused, "4 pictures in", "no partner, such as 03", "--skip_broken_images")

@@ -234,17 +234,16 @@ def test_bad_metadata_is_named(folder: Path, suffix: str, content: str | bytes, 
         ("meta", "--condition_on meta is neither a value nor a list of texts in row 1"),
         ("empty", "--condition_on empty has no values for a condition"),
         ("colour", "--condition_on colour does not exist in pictures: its columns are size, meta, empty, text"),
-        ("size size=colour", "--condition_types size=colour is no type: pass "),
+        ("size size=colour", "--condition_on size=colour is no type: pass "),
         ("text text=number", "--condition_on text has numbers, but row 1 of metadata.jsonl has 'a'"),
-        ("size text=label", "--condition_types text is not in --condition_on, with size"),
+        ("all colour=label", "--condition_on colour does not exist in pictures"),
     ],
 )
 def test_flags_that_do_not_suit_the_columns(folder: Path, flags: str, sentence: str) -> None:
     row = {"file_name": "00.png", "size": 1, "meta": {"b": 1}, "empty": "", "text": "a"}
     (folder / "metadata.jsonl").write_text(json.dumps(row))
-    name, *types = flags.split()
     with pytest.raises(UsageError, match=re.escape(sentence)):
-        opened(folder, name, condition_types=tuple(types))
+        opened(folder, *flags.split())
     with pytest.raises(UsageError, match="--text_encoder has no effect: no column"):
         opened(folder, "size", text_encoder="any")
 
@@ -265,7 +264,7 @@ def test_flowers_have_a_known_size() -> None:
     assert np.corrcoef([table.read("size")[index][0] for index in daisies], areas)[0, 1] > 0.8
     assert table.read("petals")[0][0] == 13
     assert table.read("text")[0][0] == ["a white daisy", "a white flower with 13 petals"]
-    [text] = choose_columns(table, ["text"], {}, flowers.name)
+    [text] = choose_columns(table, ["text"], flowers.name)
     assert text.kind is Caption  # although there are only 24 different texts
 
 

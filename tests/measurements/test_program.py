@@ -44,7 +44,7 @@ def test_stored_values_are_those_of_the_files(counts: Runs, floats: Runs) -> Non
     assert stored.dtype == torch.uint16
     for number in range(COUNT):
         assert np.array_equal(stored[number].numpy(), tifffile.imread(counts.data / f"counts/{number:02}.tif"))
-    how: dict[str, Any] = {"space": "Fields", "space_options": ["store_bits=16"]}
+    how: dict[str, Any] = {"space": ["Fields", "store_bits=16"]}
     halves = open_dataset("", floats.data / "floats", image_size=SIDE, **how)
     assert halves.read_batch([0])["images"].dtype == torch.float16
     assert halves.space.has_missing

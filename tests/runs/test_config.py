@@ -13,15 +13,15 @@ from rectified_flow.registry import build, describe
 from rectified_flow.runs.config import TrainingConfig
 
 FLAGS = """
-dataset dataset_options dataset_path image_size native_size aspect_ratio crop alpha space space_options
-autoencoder autoencoder_options horizontal_flip augment holdout data_seed
+dataset dataset_path image_size native_size aspect_ratio crop alpha space
+autoencoder horizontal_flip augment holdout data_seed
 skip_broken_images exclude cache_dir
-network network_options dim dim_mults dropout use_cfg gradient_checkpointing init_from
-method flow flow_options prediction coupling time_distribution time_options guidance_scale
+network dim dim_mults dropout use_cfg gradient_checkpointing init_from
+method flow prediction coupling time_distribution guidance_scale
 teacher teacher_samples teacher_steps teacher_dir autoguidance
-source_path paired skip_unpaired degrade source_as source_noise
-condition_on condition_types text_encoder text_tokens
-batch_size global_batch_size train_num_steps num_epochs optimizer optimizer_options learning_rate lr_warmup_steps
+source_path paired degrade source_as source_noise
+condition_on text_encoder text_tokens
+batch_size global_batch_size train_num_steps num_epochs optimizer learning_rate lr_warmup_steps
 lr_decay max_grad_norm mixed_precision ema_decay seed compile output_dir resume save_every
 keep_checkpoints sample_every num_samples sample_steps log_every log_with rank_timeout num_workers
 evaluate_every evaluation_samples feature_network stop_when_memorising
@@ -111,7 +111,7 @@ def test_lengths() -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        "--dataset_path x --image_size 32 --condition_on a --space_options value_range=0,3",
+        "--dataset_path x --image_size 32 --condition_on a --space value_range=0,3",
         "--dataset_path x --source_path y --source_as start --cache_dir z",
     ],
 )

@@ -88,10 +88,10 @@ def test_a_projection_changes_nothing_the_second_time(degradation: Degradation, 
     ("text", "expected"),
     [
         ("nonsense", "nonsense is not registered: choose Blur or Downsample or Edges or Grey or Mask"),
-        ("downsample:1", "--degrade_options factor is 1; it must be at least 2"),
-        ("downsample:x", "--degrade_options factor is x"),
+        ("downsample:1", "--degrade factor is 1; it must be at least 2"),
+        ("downsample:x", "--degrade factor is x"),
         ("grey:3", "--degrade grey:3: grey takes no value"),
-        ("mask:star", "--degrade_options shape is star"),
+        ("mask:star", "--degrade shape is star"),
     ],
 )
 def test_bad_names_and_values_are_refused(text: str, expected: str) -> None:

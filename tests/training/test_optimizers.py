@@ -165,17 +165,17 @@ def test_another_optimizer_resumes_byte_equal(
 
 def test_an_optimizer_is_found_by_its_name() -> None:
     options = ("weight_decay=0.1",)
-    config, layer = TrainingConfig(learning_rate=0.5, optimizer_options=options), torch.nn.Linear(2, 2)
+    config, layer = TrainingConfig(learning_rate=0.5, optimizer=options), torch.nn.Linear(2, 2)
     default = find_optimizer(config, fused=True)(layer.named_parameters())
     assert isinstance(default, torch.optim.AdamW)
     assert {name: default.defaults[name] for name in ("lr", "betas", "weight_decay", "fused")} == {
         "lr": 0.5, "betas": (0.9, 0.99), "weight_decay": 0.1, "fused": True,
     }  # fmt: skip
-    config = TrainingConfig(learning_rate=0.5, optimizer="halves", optimizer_options=("momentum=0.25",))
+    config = TrainingConfig(learning_rate=0.5, optimizer=("halves", "momentum=0.25"))
     vectors, matrices = find_optimizer(config, fused=True)(layer.named_parameters()).param_groups
     assert (vectors["lr"], matrices["lr"], matrices["momentum"]) == (1.0, 0.5, 0.25)
     with pytest.raises(UsageError, match="--optimizer adamv is not registered: choose adamw or halves"):
-        find_optimizer(TrainingConfig(optimizer="adamv"), fused=True)
+        find_optimizer(TrainingConfig(optimizer=("adamv",)), fused=True)
 
 
 def test_warm_up_and_decay_in_closed_form() -> None:
