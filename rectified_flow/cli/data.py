@@ -89,10 +89,10 @@ def with_space(config: DataConfig, *, may_choose: bool = True) -> DataConfig:
 
     Args:
         config: the flags of the data.
-        may_choose: choose the space by the files, unless a flag names it.
+        may_choose: choose the space by the files if ``--space`` is not given; its arguments alone need the choice.
     """
     folder = config.dataset_path
-    is_free = may_choose and not name_of(config.space)
+    is_free = (may_choose or config.space) and not name_of(config.space)
     if is_free and folder is not None and folder.is_dir() and (space := space_of_folder(folder)):
         config = replace(config, space=(space, *config.space))
     if config.native_size:
