@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 
-from rectified_flow import randomness
 from rectified_flow.latents import space as latents_module
 from rectified_flow.latents.autoencoders import Haar
 from rectified_flow.latents.space import Latents
@@ -16,23 +15,6 @@ from rectified_flow.registry import build, describe
 def space_of_two() -> Latents:
     """Of 12 channels and 2 x 2, the first of mean 3 and deviation 2."""
     return Latents(Haar(1), 4, mean=[3.0] + [0.0] * 11, std=[2.0] + [1.0] * 11)
-
-
-def test_channels_are_normalised_and_come_back() -> None:
-    space = space_of_two()
-    stored = torch.zeros(1, 1, 1, 12, 2, 2)
-    stored[0, 0, 0, 0] = 5
-    assert space.encode(stored)[0, :2, 0, 0].tolist() == [1, 0]
-    x = torch.randn(3, 12, 2, 2)
-    assert space.to_stored(x).dtype == torch.float16
-    torch.testing.assert_close(space.encode(space.to_stored(x)), x, atol=2e-3, rtol=1e-3)
-
-
-def test_pictures_come_back() -> None:
-    space, pictures = space_of_two(), torch.randint(256, (5, 3, 4, 4), dtype=torch.uint8)
-    stored = space.from_pictures(pictures)
-    assert stored.shape == (5, 1, 1, 12, 2, 2)
-    assert torch.equal(space.render(space.decode(space.encode(stored))), pictures)
 
 
 def test_decoding_is_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,13 +54,6 @@ def test_a_variant_and_latents_are_drawn_of_each_row() -> None:
         assert not torch.equal(drawn, space.augment(stored)[0])
     with deterministic(BatchRows(0, 7, count, slice(1, None, 2))):
         assert torch.equal(drawn[1::2], space.augment(stored[1::2])[0]), "whichever rows are present"
-
-
-def test_a_single_point_is_taken_as_it_is() -> None:
-    stored = torch.randn(3, 1, 1, 12, 2, 2).half()
-    with deterministic(BatchRows(0, 0, 3, slice(None))):
-        assert torch.equal(Latents(Haar(1), 4).augment(stored)[0], stored.float())
-    assert randomness._draws.rows is None
 
 
 def test_it_is_described() -> None:

@@ -86,7 +86,7 @@ def test_a_tracker_stores_flags_curves_and_pictures_of_a_resumed_run(tmp_path: P
         assert code == 0, errors
     if tracker == "wandb":
         assert len({file.stem for file in tmp_path.rglob("*.wandb")}) == 1, "a resumed run is another run"
-        assert len([*tmp_path.rglob("wandb/*/files/media/images/samples*.png")]) == 4
+        assert len([*tmp_path.rglob("offline-run-*/files/media/images/samples*.png")]) == 4
         return
     stored = READERS[tracker](tmp_path)
     given = json.loads((run / "config.json").read_text())["training"]

@@ -60,19 +60,12 @@ def test_help_and_plan(program: str, capsys: pytest.CaptureFixture[str]) -> None
     assert "rows to compute: " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        "from a teacher",
-        *(pytest.param(case, marks=pytest.mark.slow) for case in ("rectified flow", "mean flow", "reflow")),
-    ],
-)
-def test_one_step(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from studies import one_step
 
     monkeypatch.setattr(one_step, "PATHS", 32)
     monkeypatch.setattr(one_step, "PATH_STEPS", 2)
-    figures = compute(row_of("one_step", case, tmp_path))
+    figures = compute(row_of("one_step", "from a teacher", tmp_path))
     assert list(figures) == ["1 call", "2 calls", "4 calls", "16 calls"]
     assert all(figures["1 call"][name] >= 0 for name in ("frechet", "precision", "recall", "copies"))
 

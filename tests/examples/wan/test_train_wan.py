@@ -14,16 +14,14 @@ from safetensors.torch import load_file
 import train_wan as example
 from clips import encode_clips, find_clips
 from rectified_flow import RectifiedFlow
-from rectified_flow.condition import all_none, drop
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import parse
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.solvers import Guidance
-from rectified_flow.randomness import BatchRows, deterministic
 from tests.examples.wan.tiny_wan import save_clips, save_pipeline
 from tests.ranks import run_on_ranks
 from tests.training.runs import losses
-from wan import Captions, Wan, WanNetwork
+from wan import Wan, WanNetwork
 
 SIZE = "--frames 9 --height 32 --width 32"
 FLAGS = (
@@ -140,14 +138,6 @@ def test_clips_are_encoded_as_the_pipeline_does(model: Path, clips: Path, tmp_pa
     torch.testing.assert_close(item["latents"][:, 0, 0].float(), expected.mean, atol=2e-3, rtol=1e-3)
     mean, std = (torch.tensor(each)[:, None, None, None] for each in (wan.space.mean, wan.space.std))
     torch.testing.assert_close(wan.space.encode(item["latents"]), (item["latents"][:, 0, 0].float() - mean) / std)
-
-
-def test_captions_are_dropped_for_the_empty_one() -> None:
-    empty, text = torch.randn(7, 32), torch.randn(400, 7, 32)
-    kind = Captions(empty)
-    with deterministic(BatchRows(0, 0, 400, slice(None))):
-        dropped = all_none({"text": kind}, drop({"text": kind}, {"text": text}, 0.25))
-    assert 70 < dropped.sum() < 130
 
 
 def test_bad_input(model: Path, clips: Path, tmp_path: Path) -> None:
