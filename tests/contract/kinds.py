@@ -149,11 +149,11 @@ def guest(name: str, flags: str, *, calls: tuple[str, ...] = (), **more: Any) ->
     Args:
         name: the module.
         flags: flags of the training program.
-        calls: those of the slowest contracts whose programs call code of the module.
+        calls: the contracts, besides training and loading, whose programs call code of the module.
         more: other arguments of :class:`Kind`.
     """
     imports = tuple(f"tests.extension.{module}" for module in dict.fromkeys((name, "own_pictures")))
-    slow = tuple({"evaluate", "export", "one_step"} - {*calls})
+    slow = tuple({"resume", "sample", "evaluate", "export", "one_step"} - {*calls})
     return Kind(flags, imports=imports, slow=slow, **more)
 
 
@@ -240,16 +240,21 @@ KINDS: dict[str, Kind] = {
     ),
     "distilled": Kind(TAUGHT, train_teacher, program="train_mean_flow.py", one_step=NOT_RECTIFIED, slow=("export",)),
     "reflow": Kind(f"--method reflow {TAUGHT}", train_teacher, slow=("evaluate", "export", "one_step")),
-    "own network": guest("own_network", "--dataset squares --image_size 8 --use_cfg --network TwoConvolutions width=8"),
+    "own network": guest(
+        "own_network",
+        "--dataset squares --image_size 8 --use_cfg --network TwoConvolutions width=8",
+        calls=("resume", "sample"),
+    ),
     "own adapter": guest(
         "own_adapter",
         "--dataset squares --image_size 8 --network Adapted width=8",
         one_step=None,
+        calls=("resume", "sample"),
     ),
     "own flow": guest(
         "own_flow",
         f"--dataset squares {UNET} --flow CircleFlow",
-        calls=("evaluate", "export", "one_step"),
+        calls=("resume", "sample", "evaluate", "export", "one_step"),
         export="--checkpoint has a CircleFlow",
         one_step=NOT_RECTIFIED,
     ),
@@ -257,7 +262,7 @@ KINDS: dict[str, Kind] = {
     "own space": guest(
         "own_space",
         "--dataset rings --space Clouds scale=300 --network PointNetwork width=16",
-        calls=("evaluate", "export"),
+        calls=("sample", "evaluate", "export"),
         export="--checkpoint has a flow of clouds",
         one_step=NO_TEACHER,
     ),
@@ -272,16 +277,18 @@ KINDS: dict[str, Kind] = {
     "own condition": guest(
         "own_condition",
         f"--dataset dials {UNET} --condition_on turn=angle",
-        calls=("export", "one_step"),
+        calls=("sample", "export", "one_step"),
         preview_is_grid=False,  # it has the angles below
         export="angle cannot be exported",
     ),
     "own autoencoder": guest(
         "own_autoencoder",
         f"--dataset squares {UNET} --autoencoder Folded unit=0.5",
-        calls=("evaluate", "one_step"),
+        calls=("sample", "evaluate", "one_step"),
     ),
-    "own optimizer": guest("own_optimizer", f"--dataset squares {UNET} --optimizer sign_descent momentum=0.8"),
+    "own optimizer": guest(
+        "own_optimizer", f"--dataset squares {UNET} --optimizer sign_descent momentum=0.8", calls=("resume",)
+    ),
     "own times": guest("own_times", f"--dataset squares {UNET} --time_distribution PowerOfUniform power=2"),
     "own sounds": Kind(
         f"--dataset_path {{data}}/sounds {UNET}",
@@ -300,7 +307,7 @@ KINDS: dict[str, Kind] = {
     "own degradation": guest(
         "own_degradation",
         f"--dataset squares {UNET} --degrade Posterised:3",
-        calls=("export",),
+        calls=("sample", "export"),
         preview_is_grid=False,  # it shows the sources beside the samples
         export="--format page cannot apply Posterised",
     ),

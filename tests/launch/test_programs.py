@@ -1,4 +1,4 @@
-"""The real programs, started as a person starts them."""
+"""Tests of the programs as a user starts them, and a short form of the soak test."""
 
 import json
 import os
@@ -16,6 +16,7 @@ import pytest
 from rectified_flow.cli.config import TrainConfig
 from rectified_flow.cli.train import train
 from rectified_flow.flags import parse
+from tests.launch.soak import FLAGS, differences, leaks, two_runs
 from tests.patience import PATIENCE, wait_for
 from tests.ranks import run_on_ranks
 from tests.training.runs import losses
@@ -186,3 +187,22 @@ def test_validate_setup(tmp_path: Path) -> None:
     assert output.count("ok  ") == 6
     assert "(8, 3, 8, 8) torch.uint8" in output
     assert "all-reduce over two processes works" in output
+
+
+SHORT = ("fill_disk", "kill_launcher", "corrupt_checkpoint")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(8 * PATIENCE)
+def test_a_run_that_is_killed_stopped_and_damaged_ends_like_one_left_alone() -> None:
+    with two_runs(rank_timeout=PATIENCE) as (calm, soak):  # none hangs
+        soak.disturb(SHORT)
+        steps = soak.last_step() + 20
+        soak.finish(steps)
+        flags = f"{FLAGS} --output_dir {calm.run} --train_num_steps {steps}"
+        run_on_ranks(2, train, parse(TrainConfig, "", flags.split()))
+        assert differences(calm.run, soak.run) == []
+        assert leaks(soak) == []
+        assert soak.counts["times resumed"] >= len(SHORT) - 1, soak.counts  # a full disk ends nothing
+        assert soak.counts["checkpoints refused"] == 1, soak.counts
+        assert soak.counts["writes that failed"] >= 1, soak.counts

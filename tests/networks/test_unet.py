@@ -1,4 +1,6 @@
-"""The Unet: sizes, conditions, and derivatives."""
+"""Tests of the Unet: sizes, conditions, derivatives and memory formats."""
+
+from pathlib import Path
 
 import pytest
 import torch
@@ -7,8 +9,13 @@ from torch.func import jvp
 from torch.utils.flop_counter import FlopCounterMode
 
 from rectified_flow.condition import Labels, Number
-from rectified_flow.networks.unet import Attention, Block, TimeEmbedding, Unet
+from rectified_flow.data.store import ImageDataset
+from rectified_flow.flows.rectified import RectifiedFlow
+from rectified_flow.networks.unet import Attention, Block, TimeEmbedding, Unet, to_device
 from rectified_flow.randomness import BatchRows, deterministic
+from rectified_flow.runs import checkpoint
+from rectified_flow.training.state import TrainingState
+from tests.training.runs import build_trainer, tiny_config
 
 
 def small(**settings: object) -> Unet:
@@ -180,3 +187,34 @@ def test_weights_of_a_unet_with_other_levels(mults: tuple[int, ...], down: int, 
 def test_weights_of_a_unet_with_other_numbers_of_blocks() -> None:
     weights = small(blocks_per_level=1).state_dict()
     assert small(blocks_per_level=2, dim_mults=(1, 1, 2), attention_sides=()).align(weights) == weights
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(("precision", "expected"), [("no", True), ("bf16", False)])
+def test_a_cpu_has_channels_last_in_float32_only(precision: str, expected: bool) -> None:
+    flow = to_device(RectifiedFlow(Unet(8, (1, 2), image_size=8)), CPU, precision)
+    weight = dict(flow.named_parameters())["network.down.0.conv1.weight"]
+    assert weight.is_contiguous(memory_format=torch.channels_last) == expected
+    assert weight.is_contiguous() != expected
+    images = flow.network(torch.randn(2, 3, 8, 8), torch.rand(2))
+    assert images.is_contiguous(memory_format=torch.channels_last) == expected
+
+
+def test_moments_and_averages_are_laid_out_like_weights_before_and_after_a_resume(
+    tmp_path: Path, flowers: ImageDataset
+) -> None:
+    def strides(state: TrainingState, name: str) -> set[tuple[int, ...]]:
+        assert state.ema is not None
+        parameter, moments = state.parameters[name], state.optimizer.optimizer.state[state.parameters[name]]
+        average = dict(state.ema.ema_model.named_parameters())[name]
+        return {each.stride() for each in (parameter, average, moments["exp_avg"], moments["exp_avg_sq"])}
+
+    config = tiny_config(tmp_path, train_num_steps=2)
+    trainer = build_trainer(config, flowers)
+    trainer.train()
+    again = build_trainer(config, flowers)
+    again.state.load(checkpoint.resolve(tmp_path))
+    for state in (trainer.state, again.state):
+        assert strides(state, "network.down.0.conv1.weight") == {(72, 1, 24, 8)}

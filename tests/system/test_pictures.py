@@ -1,11 +1,14 @@
-"""Pictures are opened whatever else is in their files, within limits."""
+"""Tests of opening pictures within limits, and of printing characters that a terminal cannot show."""
 
+import io
+import sys
 from pathlib import Path
 
 import pytest
 from PIL import Image, PngImagePlugin
 
 from rectified_flow.system.pictures import open_picture
+from rectified_flow.system.terminal import escape_unencodable, escaped
 
 MEGABYTE = 2**20
 
@@ -31,3 +34,17 @@ def test_a_png_that_fills_the_memory_with_text_is_refused(tmp_path: Path, megaby
     assert file.stat().st_size < MEGABYTE
     with pytest.raises(ValueError, match=r"too large|Too much memory"), open_picture(file) as image:
         image.load()
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_characters_that_an_encoding_lacks_are_escaped(monkeypatch: pytest.MonkeyPatch, encoding: str) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding=encoding))
+    escape_unencodable()
+    print("runs/\u82b1/caf\u00e9, not UTF-8: \udce9", flush=True)
+    expected = "runs/\u82b1/caf\u00e9, not UTF-8: \udce9\n".encode(encoding, "backslashreplace")
+    assert written.getvalue() == expected
+
+
+def test_characters_that_control_a_terminal_are_escaped() -> None:
+    assert escaped("a\tb\nc\x1b[31m\u202ed") == "a\tb\nc\\x1b[31m\\u202ed"
