@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,14 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from rectified_flow import LatentDataset
-from rectified_flow.data import fill
 from rectified_flow.data.build import default_cache_dir
-from rectified_flow.data.store import LATENTS_FILE, StoreWriter
+from rectified_flow.data.fill import StoreWriter, claimed, fill, key_of
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.system.files import prepare_folder, printable
-from wan import TEXT_TOKENS, Wan
+from wan import Wan
 
 VIDEO_SUFFIXES = (".gif", ".mkv", ".mov", ".mp4", ".webm")
-TEXT_FILE = "text.float16"
 
 
 @dataclass(frozen=True)
@@ -107,10 +104,9 @@ def encode_clips(wan: Wan, clips: Sequence[Clip], cache_dir: Path | None, state:
     contents = [
         (each.caption, each.path.name, each.path.stat().st_size, each.path.stat().st_mtime_ns) for each in clips
     ]
-    key = on_main(state, lambda: blake2b(repr((contents, wan.size, wan.model)).encode(), digest_size=8).hexdigest())
+    key = on_main(state, lambda: key_of(contents, wan.size, wan.model))
     folder = prepare_folder("cache_dir", cache_dir or default_cache_dir())
-    rows = {LATENTS_FILE: (1, 2, *shape), TEXT_FILE: (TEXT_TOKENS, int(wan.text_dim))}
-    writer = StoreWriter(folder / f"clips-{key}", len(clips) + 1, rows, "clips")
+    writer = StoreWriter(folder / f"clips-{key}", len(clips) + 1, "clips")
 
     @torch.no_grad()
     def encode(numbers: Sequence[int]) -> dict[str, Tensor]:
@@ -121,13 +117,15 @@ def encode_clips(wan: Wan, clips: Sequence[Clip], cache_dir: Path | None, state:
             pixels = rearrange(clip.decode(*wan.size).to(wan.device).float() / 127.5 - 1, "f c h w -> 1 c f h w")
             distribution = wan.vae.encode(pixels).latent_dist
             latents = torch.stack((distribution.mean, distribution.std), dim=1)[:, None]
-        return {LATENTS_FILE: latents.half(), TEXT_FILE: wan.embed(clip.caption if clip else "").half()}
+        return {"latents": latents.half(), "text": wan.embed(clip.caption if clip else "").half()}
 
-    def finish() -> None:
+    def describe() -> dict[str, Any]:
         latents: dict[str, Any] = {
             "autoencoder": type(wan.vae).__name__, "pictures": key, "mean": wan.space.mean, "std": wan.space.std
         }  # fmt: skip
-        writer.complete(np.full(writer.length, -1), source="clips", image_size=wan.size[1], latents=latents)
+        return {"source": "clips", "image_size": wan.size[1], "latents": latents}
 
-    fill.encode(writer, state, encode, finish, batch_size=1)
+    with claimed(writer) as is_missing:
+        if is_missing:
+            fill(writer, encode, describe, batch_size=1)
     return ClipDataset(writer.path)

@@ -8,7 +8,6 @@ from accelerate import PartialState
 from torch.utils.data import Dataset
 
 from rectified_flow.condition import ConditionSpecs, WrittenCondition
-from rectified_flow.data.build import ImageSource
 from rectified_flow.data.config import ColumnConfig, DataConfig, RunData, SourceConfig
 from rectified_flow.data.metadata import Column, choose_columns, identity_of
 from rectified_flow.data.open import (
@@ -20,6 +19,7 @@ from rectified_flow.data.open import (
     split_options,
 )
 from rectified_flow.data.pairs import pair_by_name
+from rectified_flow.data.source import ImageSource
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.data.stream import Batches
 from rectified_flow.errors import UsageError

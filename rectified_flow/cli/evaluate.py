@@ -12,7 +12,7 @@ from rectified_flow.cli.config import TrainConfig
 from rectified_flow.cli.data import check_classes, find_data, open_data, split_of
 from rectified_flow.cli.flags.sampling import EvaluateConfig, MeasureConfig
 from rectified_flow.cli.record import config_in
-from rectified_flow.data.build import ImageSource
+from rectified_flow.data.source import ImageSource
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.distributed.join import check_equal

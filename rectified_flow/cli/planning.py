@@ -20,8 +20,8 @@ from rectified_flow.cli.data import can_augment
 from rectified_flow.cli.distill import DistillationData, recipe_of
 from rectified_flow.cli.record import config_of
 from rectified_flow.condition import ConditionSpecs
-from rectified_flow.data.build import ImageSource
 from rectified_flow.data.framing import Crop
+from rectified_flow.data.source import ImageSource
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import command_line, name_of, plain, refuse, replaced, values_of

@@ -127,20 +127,20 @@ def _stored_source(distilled: DistillationData) -> Path | None:
     if stored is None:
         return None
     source, remedy = Path(stored.source), "choose another --output_dir, or --teacher_dir"
-    if not source.resolve().is_relative_to(distilled.source.resolve()):
-        raise UsageError(f"{distilled.folder} contains {distilled.rows} of {source}: {remedy}")
+    if not source.resolve().is_relative_to(distilled.teacher.resolve()):
+        raise UsageError(f"{distilled.folder} contains {distilled.kind} of {source}: {remedy}")
     if checkpoint.fingerprint(source) == checkpoint.MISSING:
         raise UsageError(
-            f"{source}, the teacher of the {distilled.rows} in {distilled.folder}, no longer exists: {remedy}"
+            f"{source}, the teacher of the {distilled.kind} in {distilled.folder}, no longer exists: {remedy}"
         )
     return source
 
 
 def _with_teacher(config: C, distilled: DistillationData) -> C:
     """Return a config with the data and the network of the teacher's run, and with the teacher's checkpoint."""
-    source = checkpoint.resolve(_stored_source(distilled) or distilled.source, (checkpoint.CONFIG_FILE,))
+    source = checkpoint.resolve(_stored_source(distilled) or distilled.teacher, (checkpoint.CONFIG_FILE,))
     teacher: TrainConfig = config_of(source)
-    if distilled.rows == "paths" and teacher.flow.prediction != "velocity":
+    if distilled.kind == "paths" and teacher.flow.prediction != "velocity":
         raise UsageError(
             f"--teacher {source} predicts the {teacher.flow.prediction}: pass one that predicts the velocity"
         )

@@ -19,12 +19,12 @@ from rectified_flow.cli.data import (
     open_data,
     with_space,
 )
-from rectified_flow.cli.distill import DistillationData, open_drawn
+from rectified_flow.cli.distill import DistillationData, open_distilled
 from rectified_flow.cli.evaluations import build_evaluation_hook, build_heldout_hook, hold_out_pictures
 from rectified_flow.cli.record import check_one_step, resolved
 from rectified_flow.condition import Labels
-from rectified_flow.data.build import ImageSource
 from rectified_flow.data.config import RunData
+from rectified_flow.data.source import ImageSource
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.distributed.join import check_equal
@@ -104,7 +104,7 @@ def train_run(config: TrainConfig) -> bool:
 
     # The flags are final.
     flow = build_flow(config, conditions, space.with_augmentation(config.data.augment))
-    start_from(config.init.origin if distilled is None else distilled.source, config.run, flow)
+    start_from(config.init.origin if distilled is None else distilled.teacher, config.run, flow)
     state.print(lines(_summary(data) | ({"values": space.summary} if space.summary else {})))
     if dry_run:
         planning.print_dry_run(config, flow, count if distilled is None else distilled.count)
@@ -193,7 +193,7 @@ def _open_rows(config: TrainConfig, flow: Flow, data: Any) -> Any:
     The flow gets the space of these rows, whose scales are known now.
     """
     if (distilled := DistillationData.of(config)) is not None:
-        rows, space = open_drawn(distilled, data, config)
+        rows, space = open_distilled(distilled, data, config)
         flow.space = flow.space.scaled_like(space)
     else:
         rows, flow.space = flow.space.encode_all(data, mirrored=config.data.horizontal_flip)

@@ -11,102 +11,20 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, astuple
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tqdm.auto import tqdm
 
+from rectified_flow.data.fill import REMEDY, StoreWriter, key_of
+from rectified_flow.data.format import ORIGINALS_FILE, Original, OriginalInfo
 from rectified_flow.data.framing import Framing
-from rectified_flow.data.metadata import Table
-from rectified_flow.data.store import IMAGES_FILE, ORIGINALS_FILE, Original, OriginalInfo, StoreWriter, row_size
+from rectified_flow.data.source import ImageSource, PictureRows, Row
 from rectified_flow.errors import UsageError, first_line
-from rectified_flow.system.artifact import Artifact
 from rectified_flow.system.files import usable_path
-from rectified_flow.system.machine import processors, require_disk
-from rectified_flow.system.pictures import fit, upright_size
+from rectified_flow.system.machine import processors
 from rectified_flow.system.terminal import progress_bar
 
-KIND = "image store"
 STORE_VERSION = 5
-REMEDY = "pass a writable folder with --cache_dir"
-Row = np.ndarray[Any, np.dtype[Any]]
-
-
-class PictureRows:
-    """The rows of a store of pictures: uint8, RGB or RGBA. Other data have rows of their own with these members."""
-
-    def __init__(self, framing: Framing) -> None:
-        self.framing = framing
-        self.file, self.shape = IMAGES_FILE, framing.stored_shape
-        self.key: tuple[Any, ...] = ()
-
-    def fit(self, image: Any) -> tuple[Row, tuple[int, int]]:
-        """Return the row ``[c, h, w]`` of a Pillow image, and the width and height of the image [px]."""
-        size, framing = upright_size(image), self.framing
-        image = fit(image, framing.stored_size, alpha=framing.alpha, pad=framing.crop == "none")
-        return np.asarray(image).transpose(2, 0, 1), size
-
-    def add(self, row: Row) -> None:
-        """Take note of a row that is written."""
-
-    def info(self, name: str, sizes: set[tuple[int, int]]) -> dict[str, Any]:
-        """Return further entries of ``info.json`` for the rows of a source with images of some sizes [px]."""
-        return {}
-
-
-class ImageSource:
-    """A source of images that are to be decoded into a store."""
-
-    name: str
-    """Display name: a hub id or a path."""
-    fingerprint: str
-    """A string that changes whenever the images change."""
-    class_names: Sequence[str] = ()
-    """Class names by label; empty if the images have no labels."""
-    notes: Sequence[str] = ()
-    """Lines to print when the images are decoded."""
-
-    def __len__(self) -> int:
-        raise NotImplementedError
-
-    def load(self, index: int) -> tuple[Any, int]:
-        """Return an image, decoded or not, and its label (-1 for none). Any exception means a broken image."""
-        raise NotImplementedError
-
-    def describe(self, index: int) -> str:
-        """Describe one image so that a user can find it."""
-        return f"image {index} of {self.name}"
-
-    def name_of(self, index: int) -> str:
-        """Return the name of one image among those of the source."""
-        return str(index)
-
-    def size_of(self, index: int) -> tuple[int, int]:
-        """Return the width and height of one image [px]."""
-        return upright_size(self.load(index)[0])
-
-    def numbers_without(self, exclude: Sequence[str]) -> list[int]:
-        """Return the numbers of all images but those with the names to exclude.
-
-        Raises:
-            UsageError: if an image to exclude does not exist, or no other is left.
-        """
-        names = {self.name_of(index): index for index in range(len(self))} if exclude else {}
-        unknown = sorted({*exclude} - names.keys())
-        if unknown:
-            raise UsageError(f"--exclude names {unknown[0]}, which is no image of {self.name}: correct the list")
-        numbers = sorted({*range(len(self))} - {names[name] for name in exclude})
-        if not numbers and exclude:
-            raise UsageError(f"--exclude leaves no image of {self.name}: shorten the list")
-        return numbers
-
-    def read_table(self) -> Table:
-        """Return the columns beside the images."""
-        return Table({}, [""] * len(self))
-
-    def rows(self, framing: Framing) -> PictureRows:
-        """Return how the images become rows of a store."""
-        return PictureRows(framing)
 
 
 def default_cache_dir() -> Path:
@@ -145,53 +63,46 @@ def open_store(
     """
     framing = Framing(framing, framing) if isinstance(framing, int) else framing
     rows = source.rows(framing)
-    shaped_by = (STORE_VERSION, source.fingerprint, *astuple(framing), skip_broken_images, *rows.key, *sorted(exclude))
-    key = blake2b(repr(shaped_by).encode(), digest_size=8).hexdigest()
+    key = key_of(STORE_VERSION, source.fingerprint, *astuple(framing), skip_broken_images, *rows.key, *sorted(exclude))
     slug = "".join(c if c.isalnum() else "-" for c in source.name).strip("-")[-40:]
     cache_dir = default_cache_dir() if cache_dir is None else usable_path("--cache_dir", cache_dir)
     path = cache_dir / f"{slug}-{framing.size_text}px-{key}"
-    store = Artifact(path, KIND, ())
-    if not store.is_whole:  # a whole store is read without a lock, even from a read-only cache
-        with store.locked(REMEDY):
-            if not store.is_whole:  # another process may have built it meanwhile
-                _build(path, source, source.numbers_without(exclude), rows, skip_broken_images)
+    store = StoreWriter(path, len(source), "image store", documents=[ORIGINALS_FILE])
+    with store.claimed(REMEDY) as is_missing:
+        if is_missing:
+            _build(store, source, source.numbers_without(exclude), rows, skip_broken_images)
     return path
 
 
 def _build(
-    path: Path, source: ImageSource, numbers: Sequence[int], rows: PictureRows, skip_broken_images: bool
+    store: StoreWriter, source: ImageSource, numbers: Sequence[int], rows: PictureRows, skip_broken_images: bool
 ) -> None:
     """Decode the images with some numbers into the store, and measure the originals on the way."""
     framing = rows.framing
-    store = StoreWriter(path, len(numbers), {rows.file: rows.shape}, KIND, documents=[ORIGINALS_FILE])
-    what = f"{store.length} images of --image_size {framing.size_text}"
-    remedy = "lower --image_size, or pass a --cache_dir with more room"
-    require_disk(store.length * row_size(rows.file, rows.shape), path.parent, what, remedy)
     labels, broken, enlarged = list[int](), list[str](), 0
     originals, contents = list[Original](), set[bytes]()
     with store.building():
-        # Not through a memory map: on a full disk, a write to a memory map crashes the process.
-        with (store.stage / rows.file).open("wb") as file:
-            decoder = _decode_all(source, numbers, rows, skip_broken_images)
-            for index, decoded in zip(numbers, decoder, strict=True):
-                if decoded is None:
-                    broken.append(source.describe(index))
-                    continue
-                row, size, label = decoded
-                pixels = row.tobytes()
-                file.write(pixels)
-                labels.append(label)
-                originals.append(Original(source.name_of(index), *size))
-                contents.add(blake2b(pixels, digest_size=16).digest())
-                enlarged += framing.enlarges(*size)
-                rows.add(row)
+        decoder = _decode_all(source, numbers, rows, skip_broken_images)
+        for index, decoded in zip(numbers, decoder, strict=True):
+            if decoded is None:
+                broken.append(source.describe(index))
+                continue
+            row, size, label = decoded
+            if not labels:
+                store.allocate({"images": row[None]})
+            store.write(len(labels), {"images": row[None]}, durable=False)
+            labels.append(label)
+            originals.append(Original(source.name_of(index), *size))
+            contents.add(blake2b(row.tobytes(), digest_size=16).digest())
+            enlarged += framing.enlarges(*size)
+            rows.add(row)
         if not labels:
             raise UsageError(f"none of the {len(broken)} images in {source.name} could be read")
         excluded = [f"left out {count} images by --exclude"] if (count := len(source) - len(numbers)) else []
         for note in (*source.notes, *excluded):
             tqdm.write(note)
         if broken:
-            tqdm.write(f"skipped {len(broken)} broken images of {store.length}; the first is {broken[0]}")
+            tqdm.write(f"skipped {len(broken)} broken images of {len(numbers)}; the first is {broken[0]}")
         sizes = {original[1:] for original in originals}
         width, height = ([min(sides), max(sides)] for sides in zip(*sizes, strict=True))
         (store.stage / ORIGINALS_FILE).write_text(json.dumps(originals))

@@ -4,7 +4,8 @@ from pathlib import Path
 
 from accelerate import PartialState
 
-from rectified_flow.data.store import ImageDataset, Original
+from rectified_flow.data.format import Original
+from rectified_flow.data.store import ImageDataset
 from rectified_flow.errors import UsageError
 from rectified_flow.system.terminal import size_text
 

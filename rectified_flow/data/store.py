@@ -1,114 +1,26 @@
-"""Stores: the rows of a dataset in memory maps that every process shares.
+"""Datasets on stores: the rows of a store, with conditions and sources, one batch in one read."""
 
-A store is an artifact: a file ``NAME.DTYPE`` ``[n, ...]`` for each entry of its items, such as ``images.uint8``,
-``labels.npy`` ``[n]`` (-1 without labels), ``info.json``, and the manifest by which a later change is noticed.
-"""
-
-import json
-import os
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
 from functools import cached_property
-from hashlib import blake2b, file_digest
-from math import prod
+from hashlib import blake2b
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Self, cast
+from typing import Any, Self, cast
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from rectified_flow.condition import Condition, Labels
-from rectified_flow.data.framing import Framing
+from rectified_flow.data.format import INFO_FILE, LABELS_FILE, ORIGINALS_FILE, Original, StoreInfo, mapped
 from rectified_flow.data.metadata import Column
 from rectified_flow.data.stream import image_indices
 from rectified_flow.randomness import mix
 from rectified_flow.registry import build
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.spaces.space import RGB, Space
-from rectified_flow.system.artifact import Artifact
 from rectified_flow.system.files import read_document, reading
-from rectified_flow.system.machine import require_disk
-from rectified_flow.system.terminal import size_text
-
-IMAGES_FILE, LATENTS_FILE, NOISE_FILE = "images.uint8", "latents.float16", "noise.float16"
-LABELS_FILE, INFO_FILE, RECIPE_FILE, ORIGINALS_FILE = "labels.npy", "info.json", "recipe.json", "originals.json"
-READ = ("info", "entries", "stored_labels", "space", "originals")
-"""Attributes of a dataset that are not pickled: each process reads them from the store."""
-Positive = Annotated[int, Field(gt=0, lt=2**53)]
-
-
-@dataclass(frozen=True)
-class LatentInfo:
-    """The autoencoder and the scales of the latents of a store."""
-
-    autoencoder: str
-    """Name of the autoencoder, for display."""
-    pictures: str
-    """Fingerprint of the encoded images."""
-    mean: list[float]
-    """Mean of each channel over all images."""
-    std: list[float]
-    """Standard deviation of each channel over all images."""
-
-
-class Original(NamedTuple):
-    """The picture that a row of a store was made from."""
-
-    name: str
-    width: Positive
-    """Width before it was resized [px]."""
-    height: Positive
-    """Height before it was resized [px]."""
-
-
-@dataclass(frozen=True)
-class OriginalInfo:
-    """Properties of the images of a store before they were resized."""
-
-    width: list[Positive]
-    """Smallest and largest width [px]."""
-    height: list[Positive]
-    """Smallest and largest height [px]."""
-    enlarged: int
-    """Number of images that have fewer pixels than they are stored with."""
-    duplicates: int
-    """Number of images whose stored pixels equal those of an earlier one."""
-
-
-@dataclass(frozen=True)
-class StoreInfo:
-    """The contents of ``info.json``."""
-
-    content: str
-    """Hash of the rows and labels."""
-    source: str
-    """Source of the images, for display."""
-    length: Positive
-    image_size: Positive
-    rows: dict[str, tuple[Positive, ...]]
-    """Shape of a row by file, without the file of labels."""
-    class_names: list[str] = field(default_factory=list)
-    """Names of the classes by label; empty without labels."""
-    skipped: list[str] = field(default_factory=list)
-    """Broken images that were left out."""
-    latents: LatentInfo | None = None
-    framing: Framing | None = None
-    """Form of the images; None for other rows than images."""
-    originals: OriginalInfo | None = None
-    space: dict[str, Any] | None = None
-    """Description of the space of the stored rows; None for pictures."""
-
-    @property
-    def size_text(self) -> str:
-        """Sides of the images: ``64``, or ``96x64``."""
-        if self.framing is not None:
-            return self.framing.size_text
-        _, height, width = self.rows.get(IMAGES_FILE, (3, self.image_size, self.image_size))
-        return size_text(width, height)
 
 
 class StoreDataset(Dataset[dict[str, Tensor]]):
@@ -298,7 +210,9 @@ class StoreDataset(Dataset[dict[str, Tensor]]):
         return [{name: values[row] for name, values in batch.items()} for row in range(len(indices))]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in READ}
+        # What a process has read from the store is not pickled: other processes read it themselves.
+        kind = type(self)
+        return {n: value for n, value in vars(self).items() if not isinstance(getattr(kind, n, None), cached_property)}
 
 
 class ImageDataset(StoreDataset):
@@ -338,116 +252,3 @@ class ImageDataset(StoreDataset):
         if images.dtype == torch.uint8 and images.shape[1:] == (RGB, *(self.space.shape or images.shape[1:])[1:]):
             return images
         return self.space.render(self.space.decode(self.space.encode(images)))
-
-
-def dtype_of(name: str) -> np.dtype[Any]:
-    """Return the type of the values in a store's file ``NAME.DTYPE``."""
-    return np.dtype(Path(name).suffix[1:])
-
-
-def mapped(file: Path, shape: tuple[int, ...] = ()) -> np.ndarray[Any, Any]:
-    """Return the array in ``file``, of that shape unless it is ``.npy``, as a memory map not to be written to."""
-
-    def in_mode(mode: Literal["r", "c"]) -> np.ndarray[Any, Any]:
-        if file.suffix == ".npy":
-            return cast(np.ndarray[Any, Any], np.load(file, mmap_mode=mode))
-        return np.memmap(file, dtype_of(file.name), mode, shape=shape)
-
-    try:
-        return in_mode("r")
-    except OSError:  # some network file systems refuse a shared map
-        return in_mode("c")
-
-
-def row_size(name: str, shape: Sequence[int]) -> int:
-    """Return the size of a row of that shape in a store's file ``NAME.DTYPE`` [bytes]."""
-    return dtype_of(name).itemsize * prod(shape)
-
-
-class StoreWriter(Artifact):
-    """A store that is written row by row, from one process or several; writing resumes after a kill.
-
-    Args:
-        path: folder of the finished store.
-        length: number of rows.
-        rows: shape of a row by file, ``NAME.DTYPE``.
-        kind: name of the rows in the plural, such as ``latents``, and the kind of the artifact.
-        recipe: plain data to keep in ``recipe.json``; None keeps no such file. A store with a recipe is in a folder
-            that the user chose, so a damaged one is refused instead of replaced.
-        documents: names of further files, which the caller writes.
-    """
-
-    def __init__(
-        self,
-        path: Path,
-        length: int,
-        rows: Mapping[str, Sequence[int]],
-        kind: str,
-        recipe: Mapping[str, Any] | None = None,
-        documents: Sequence[str] = (),
-    ) -> None:
-        files = (*rows, LABELS_FILE, INFO_FILE, *[RECIPE_FILE] * (recipe is not None), *documents)
-        super().__init__(path, kind, files, replaceable=recipe is None)
-        self.length, self.rows, self.recipe = length, dict(rows), recipe
-
-    def prepare(self) -> int:
-        """Create the files unless they exist, and return the number of rows written so far. Call in one process only.
-
-        Raises:
-            OSError: if the files cannot be created.
-            UsageError: if the disk has no room for them, or something foreign is in their place.
-        """
-        progress = self.begin()
-        if progress:
-            return int(progress["done"])
-        sizes = {name: row_size(name, shape) * self.length for name, shape in self.rows.items()}
-        require_disk(sum(sizes.values()), self.path.parent, f"{self.length} {self.kind}", "make room, or take fewer")
-        for name, size in sizes.items():
-            with (self.stage / name).open("wb") as file:
-                file.truncate(size)
-        if self.recipe is not None:
-            (self.stage / RECIPE_FILE).write_text(json.dumps(self.recipe, indent=1))
-        self.reached({"done": 0})
-        return 0
-
-    def write(self, first: int, values: Mapping[str, Tensor]) -> None:
-        """Write consecutive rows.
-
-        Args:
-            first: number of the first row.
-            values: ``[b, ...]`` by file.
-
-        Raises:
-            OSError: if the disk is full.
-        """
-        for name, rows in values.items():
-            with (self.stage / name).open("r+b") as file:
-                file.seek(first * row_size(name, self.rows[name]))
-                file.write(rows.cpu().numpy().astype(dtype_of(name)).tobytes())
-                file.flush()
-                os.fsync(file.fileno())
-
-    def complete(self, labels: np.ndarray[Any, np.dtype[np.int64]], **info: Any) -> None:
-        """Write the labels and ``info.json``, once all rows are written, and finish. Call in one process only.
-
-        Args:
-            labels: int64 ``[n]``, -1 without labels.
-            info: further fields of :class:`StoreInfo`.
-
-        Raises:
-            OSError: if the disk is full.
-        """
-        np.save(self.stage / LABELS_FILE, labels)
-        document = {"content": hash_contents(self.stage, *self.rows), "length": len(labels), "rows": self.rows}
-        (self.stage / INFO_FILE).write_text(json.dumps(document | info, indent=1))
-        self.finish()
-
-
-def hash_contents(path: Path, *names: str) -> str:
-    """Return the hash of the rows in the named files of a store, and of its labels."""
-    content = blake2b(digest_size=16)
-    for name in names:
-        with (path / name).open("rb") as file:
-            file_digest(file, lambda: content)  # adds the file to the same hash
-    content.update(repr(np.load(path / LABELS_FILE).tolist()).encode())
-    return content.hexdigest()

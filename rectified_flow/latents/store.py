@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,14 +11,17 @@ import torch
 from accelerate import PartialState
 from torch import Tensor
 
-from rectified_flow.data.fill import encode
-from rectified_flow.data.store import LATENTS_FILE, ImageDataset, LatentInfo, StoreDataset, StoreWriter, mapped
+from rectified_flow.data.fill import StoreWriter, claimed, fill, key_of
+from rectified_flow.data.format import LatentInfo, mapped
+from rectified_flow.data.store import ImageDataset, StoreDataset
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.errors import UsageError
 from rectified_flow.latents.autoencoders import Autoencoder
 from rectified_flow.latents.space import Latents
 
+LATENTS_FILE = "latents.float16"
 LATENTS_VERSION = 2
+BATCH_SIZE = 16
 ROWS_AT_ONCE = 256
 
 
@@ -76,9 +78,6 @@ def channel_scales(file: Path, length: int, shape: Sequence[int]) -> tuple[list[
     return [float(f"{m:.4g}") for m in mean], [float(f"{s:.4g}") or 1.0 for s in std]
 
 
-BATCH_SIZE = 16
-
-
 def encode_pictures(pictures: ImageDataset, autoencoder: Autoencoder, *, mirrored: bool) -> LatentDataset:
     """Encode images by all processes together, unless their latents are stored already. Collective.
 
@@ -107,21 +106,21 @@ def encode_pictures(pictures: ImageDataset, autoencoder: Autoencoder, *, mirrore
         found = f"--autoencoder {autoencoder.name} gives latents of {info.source} that are not finite"
         if not latents.isfinite().all():
             raise UsageError(f"{found}, or too large for float16: choose another autoencoder")
-        return {LATENTS_FILE: latents}
+        return {"latents": latents}
 
-    def finish() -> None:
-        mean, std = channel_scales(writer.stage / LATENTS_FILE, writer.length, writer.rows[LATENTS_FILE])
+    def describe() -> dict[str, Any]:
+        mean, std = channel_scales(writer.stage / LATENTS_FILE, writer.length, writer.shapes[LATENTS_FILE])
         latents = LatentInfo(autoencoder.name, pictures.fingerprint, mean, std)
         more = {"source": info.source, "image_size": info.image_size, "class_names": info.class_names}
-        writer.complete(np.asarray(pictures.labels), latents=asdict(latents), **more)
+        return {"labels": pictures.labels, "latents": asdict(latents), **more}
 
-    encode(writer, state, make, finish, batch_size=BATCH_SIZE)
+    with claimed(writer) as is_missing:
+        if is_missing:
+            fill(writer, make, describe, batch_size=BATCH_SIZE)
     return LatentDataset(writer.path, pictures.arguments, mirrored=mirrored)
 
 
 def _writer(pictures: ImageDataset, autoencoder: Autoencoder, *, mirrored: bool) -> StoreWriter:
-    shaped_by = (LATENTS_VERSION, pictures.fingerprint, autoencoder.fingerprint)
-    key = blake2b(repr(shaped_by).encode(), digest_size=8).hexdigest()
+    key = key_of(LATENTS_VERSION, pictures.fingerprint, autoencoder.fingerprint)
     path = pictures.path.with_name(f"{pictures.path.name}-latents-{key}{'-mirrored' * mirrored}")
-    row = (1 + mirrored, *autoencoder.shape_of(pictures.info.image_size))
-    return StoreWriter(path, len(pictures), {LATENTS_FILE: row}, "latents")
+    return StoreWriter(path, len(pictures), "latents")

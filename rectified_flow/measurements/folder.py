@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from rectified_flow.data.build import PictureRows, Row
 from rectified_flow.data.framing import Framing
+from rectified_flow.data.source import PictureRows, Row
 from rectified_flow.data.sources.folder import FileFolder, is_image
-from rectified_flow.data.store import IMAGES_FILE
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.measurements.files import (
     FIELD_SUFFIXES,
@@ -39,9 +38,8 @@ class FieldRows(PictureRows):
         if framing.alpha:
             raise UsageError("--alpha is for pictures: measurements keep all channels; leave it out")
         self.space, channels = space, space.files["channels"]
-        self.file = f"{Path(IMAGES_FILE).stem}.{space.dtype}"
-        self.shape = (channels, *framing.stored_size[::-1])
-        self.key = ("space", (self.file, self.shape), tuple(space.files.values()))
+        stored = f"images.{space.dtype}", (channels, *framing.stored_size[::-1])
+        self.key = ("space", stored, tuple(space.files.values()))
         self.low, self.high, self.has_missing = np.full(channels, np.inf), np.full(channels, -np.inf), False
 
     def fit(self, image: Array) -> tuple[Row, tuple[int, int]]:
@@ -75,7 +73,7 @@ class FieldRows(PictureRows):
                 raise UsageError(f"channel {number} of {name} has {found}: remove the channel from the files")
         # The size of a pixel, a tag of the files, is no longer true if fields are resized.
         files = self.space.files | ({} if sizes == {self.framing.stored_size} else {"pixel_size": None})
-        shape, scale = (self.shape[0], *self.framing.shape[1:]), {"low": self.low.tolist(), "high": self.high.tolist()}
+        shape, scale = (len(self.low), *self.framing.shape[1:]), {"low": self.low.tolist(), "high": self.high.tolist()}
         return {"space": describe(replace(self.space, shape=shape, files=files, has_missing=self.has_missing, **scale))}
 
 

@@ -14,9 +14,9 @@ is refused too, since the user may have put the altered file there. Nothing here
 A typical build::
 
     artifact = Artifact(path, "text index", ("starts.uint64", "info.json"))
-    with artifact.locked("set RECTIFIED_FLOW_CACHE to a folder that can be written"):
-        if not artifact.is_whole:  # another process may have built it meanwhile
-            progress = artifact.begin({"size": 123, "time": 456})  # {} at first; what `reached` recorded last
+    with artifact.claimed("set RECTIFIED_FLOW_CACHE to a folder that can be written") as is_missing:
+        if is_missing:
+            progress = artifact.begin()  # {} at first; what `reached` recorded last
             ...  # write files into artifact.stage; after each part, flush it, then
             artifact.reached({"done": 100})
             artifact.finish()
@@ -26,7 +26,7 @@ import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from os import utime
 from pathlib import Path
 from typing import Annotated, Any
@@ -80,8 +80,8 @@ class Marker:
 
     kind: str
     files: list[FileName]
-    source: dict[str, Any]
     progress: dict[str, Any]
+    source: dict[str, Any] = field(default_factory=dict)  # written by commit c5b7768
 
 
 class Artifact:
@@ -96,7 +96,6 @@ class Artifact:
 
     def __init__(self, path: Path, kind: str, files: Sequence[str], *, replaceable: bool = True) -> None:
         self.path, self.kind, self.files, self.replaceable = path, kind, tuple(files), replaceable
-        self._source: dict[str, Any] = {}
 
     @property
     def stage(self) -> Path:
@@ -112,6 +111,19 @@ class Artifact:
     def is_whole(self) -> bool:
         """Whether the artifact exists and is undamaged."""
         return find_damage(self.path, self.kind) is None
+
+    @contextmanager
+    def claimed(self, remedy: str, timeout: float = -1) -> Iterator[bool]:
+        """Yield whether the artifact must be built; if so, other builders are locked out inside the block.
+
+        A whole artifact is not locked, so that it can be read in a folder that cannot be written. Arguments and errors
+        are those of :meth:`locked`.
+        """
+        if self.is_whole:
+            yield False
+            return
+        with self.locked(remedy, timeout):
+            yield not self.is_whole  # another process may have built it meanwhile
 
     @contextmanager
     def locked(self, remedy: str, timeout: float = -1) -> Iterator[None]:
@@ -134,11 +146,8 @@ class Artifact:
             reason = error.strerror or error
             raise UsageError(f"the {self.kind} {self.path} cannot be read and written ({reason}): {remedy}") from error
 
-    def begin(self, source: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def begin(self) -> dict[str, Any]:
         """Make the stage, or find that of an earlier build. Call with the lock held, in one process only.
-
-        Args:
-            source: plain data that identifies what the artifact is made from. A stage of another source is removed.
 
         Returns:
             The progress that :meth:`reached` recorded last; empty for a new stage.
@@ -154,11 +163,10 @@ class Artifact:
             if not self.replaceable:
                 raise UsageError(f"{self.path} is damaged ({damage}): move the folder away, or choose another")
             tqdm.write(f"warning: the {self.kind} {self.path} is damaged ({damage}) and is made again")
-        self._source = dict(source or {})
         with suppress(DamageError):  # there is no stage yet
-            marker = read_document(self.stage / MARKER, Marker)
-            if marker.progress and (marker.source, tuple(marker.files)) == (self._source, self.files):
-                return marker.progress
+            progress = read_document(self.stage / MARKER, Marker).progress
+            if progress:
+                return progress
         remove(self.stage, self.kind)
         self.stage.mkdir(parents=True)
         self.reached({})
@@ -177,7 +185,7 @@ class Artifact:
 
     def reached(self, progress: Mapping[str, Any]) -> None:
         """Record the progress of the build, whose files must be flushed before. Call in one process only."""
-        marker = Marker(self.kind, [*self.files], self._source, dict(progress))
+        marker = Marker(self.kind, [*self.files], dict(progress))
         replace_file(self.stage / MARKER, json.dumps(asdict(marker)))
 
     def finish(self) -> None:

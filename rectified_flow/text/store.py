@@ -2,21 +2,19 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
 from accelerate import PartialState
 from torch import Tensor
 
-from rectified_flow.data.fill import encode
-from rectified_flow.data.store import StoreDataset, StoreWriter
+from rectified_flow.data.fill import StoreWriter, claimed, fill, key_of
+from rectified_flow.data.store import StoreDataset
 from rectified_flow.system.terminal import line
 from rectified_flow.text.caption import Caption
 from rectified_flow.text.encoders import TEXTS_AT_ONCE, PretrainedTextEncoder
 
-CAPTIONS_FILE = "captions.float16"
 CAPTIONS_VERSION = 1
 
 
@@ -66,22 +64,22 @@ def encode_captions(
     encoder = kind.encoder
     if not isinstance(encoder, PretrainedTextEncoder):
         return TextsToEncode(kind, texts)
-    shaped_by = (CAPTIONS_VERSION, tuple(texts), encoder.fingerprint, kind.tokens)
-    key = blake2b(repr(shaped_by).encode(), digest_size=8).hexdigest()
-    row = {CAPTIONS_FILE: (1 + kind.tokens, kind.size)}
-    writer = StoreWriter(folder / f"captions-{key}", len(texts), row, "captions")
+    key = key_of(CAPTIONS_VERSION, tuple(texts), encoder.fingerprint, kind.tokens)
+    writer = StoreWriter(folder / f"captions-{key}", len(texts), "captions")
 
     def make(numbers: Sequence[int]) -> Mapping[str, Tensor]:
         encoder.to_device(state.device)
-        return {CAPTIONS_FILE: kind.encode([texts[number] for number in numbers])}
+        return {"captions": kind.encode([texts[number] for number in numbers]).half()}
 
-    def finish() -> None:
+    def describe() -> dict[str, Any]:
         long = max(encoder.count_tokens(texts))
         most = min(kind.tokens, encoder.most_tokens) if kind.tokens else encoder.most_tokens
         if long > most:
             state.print(line("captions", f"cut to {most} tokens; the longest has {long}"))
-        writer.complete(np.full(len(texts), -1), source=f"captions by {encoder.name}", image_size=1)
+        return {"source": f"captions by {encoder.name}", "image_size": 1}
 
-    encode(writer, state, make, finish, batch_size=TEXTS_AT_ONCE)
+    with claimed(writer) as is_missing:
+        if is_missing:
+            fill(writer, make, describe, batch_size=TEXTS_AT_ONCE)
     encoder.to_device(torch.device("cpu"))  # the CPU suffices for prompts
     return StoredTexts(StoreDataset(writer.path))

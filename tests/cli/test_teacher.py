@@ -16,10 +16,11 @@ from torch import Tensor
 from rectified_flow import randomness
 from rectified_flow.cli.config import OneStepConfig, TrainConfig
 from rectified_flow.cli.data import open_pictures
-from rectified_flow.cli.distill import DistillationData, open_drawn
+from rectified_flow.cli.distill import DistillationData, open_distilled
 from rectified_flow.cli.record import resolved
 from rectified_flow.cli.train import train
-from rectified_flow.data.store import StoreDataset, StoreWriter
+from rectified_flow.data.fill import StoreWriter
+from rectified_flow.data.store import StoreDataset
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import command_line, parse
 from rectified_flow.flows.rectified import RectifiedFlow
@@ -60,7 +61,7 @@ def open_data(config: TrainConfig) -> Any:
     config, _ = resolved(config)
     request = DistillationData.of(config)
     assert request is not None
-    return open_drawn(request, open_pictures(config.data), config)[0]
+    return open_distilled(request, open_pictures(config.data), config)[0]
 
 
 def draw(method: str, teacher: Path, output_dir: Path, **flags: Any) -> Path:

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rectified_flow import Space, UsageError, register
-from rectified_flow.data.build import PictureRows
 from rectified_flow.data.framing import Framing
+from rectified_flow.data.source import PictureRows
 from rectified_flow.data.sources.folder import FileFolder, is_image
 from rectified_flow.registry import describe
 
@@ -115,7 +115,7 @@ class SoundRows(PictureRows):
     def __init__(self, framing: Framing, rate: int) -> None:
         super().__init__(framing)
         self.space = Spectrograms((1, *framing.stored_shape[1:]), rate)
-        self.file, self.key, self.shape = "images.float32", ("sounds", rate), (1, *framing.stored_shape[1:])
+        self.key = ("sounds", rate)
 
     def fit(self, image: Sound) -> tuple[Any, tuple[int, int]]:
         return self.space.spectrogram(image).numpy(), self.framing.stored_size

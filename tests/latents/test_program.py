@@ -13,8 +13,8 @@ import torch
 from filelock import FileLock
 from PIL import Image
 
-from rectified_flow.data import fill as filling
-from rectified_flow.data.store import ImageDataset, StoreWriter
+from rectified_flow.data.fill import StoreWriter
+from rectified_flow.data.store import ImageDataset
 from rectified_flow.errors import RunError, UsageError
 from rectified_flow.latents.autoencoders import Haar, PretrainedAutoencoder, _find, _fingerprint_of, _load
 from rectified_flow.latents.space import Latents
@@ -126,16 +126,16 @@ def test_another_run_that_encodes_is_waited_for(
     shutil.rmtree(path)
     lock = FileLock(Path(f"{path}.lock"))
     lock.acquire()
-    claim = filling._claim
+    locked = StoreWriter.locked
 
-    def release_later(writer: StoreWriter, held: Any, timeout: float) -> Any:
+    def release_later(writer: StoreWriter, remedy: str, timeout: float) -> Any:
         if timeout:
             lock.release()
-        return claim(writer, held, timeout)
+        return locked(writer, remedy, timeout)
 
-    monkeypatch.setattr(filling, "_claim", release_later)
+    monkeypatch.setattr(StoreWriter, "locked", release_later)
     assert encode(pictures).path == path
-    assert "waiting for another run that is writing these latents" in capsys.readouterr().out
+    assert f"waiting for another run that is writing the latents {path}" in capsys.readouterr().out
 
 
 def test_other_pictures_or_weights_have_other_latents(tmp_path: Path, pictures: ImageDataset) -> None:

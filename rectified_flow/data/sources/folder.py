@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 from PIL import Image
 from tqdm.auto import tqdm
 
-from rectified_flow.data.build import ImageSource
 from rectified_flow.data.metadata import METADATA_FILES, Table, read_metadata
+from rectified_flow.data.source import ImageSource
 from rectified_flow.errors import UsageError
 from rectified_flow.system.files import printable
 from rectified_flow.system.pictures import (

@@ -10,8 +10,8 @@ from typing import Any
 from accelerate import PartialState
 from PIL import Image
 
-from rectified_flow.data.build import ImageSource
 from rectified_flow.data.metadata import Table
+from rectified_flow.data.source import ImageSource
 from rectified_flow.data.sources.folder import files_fingerprint, find_files, is_image
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.system.files import printable
