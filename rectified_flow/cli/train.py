@@ -34,6 +34,7 @@ from rectified_flow.evaluation.heldout import Split
 from rectified_flow.evaluation.report import look, summarize_pictures
 from rectified_flow.flags import check_rules, name_of, recorded, refuse, replaced, rules_of, values_of
 from rectified_flow.flows.flow import Flow
+from rectified_flow.flows.flow_map import FlowMap, takes_interval
 from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
@@ -154,8 +155,10 @@ def check_flags(config: TrainConfig) -> None:
         check_folders(config.run, folder, config.data.cache_dir, name)
     noise = {"source_noise": not config.source.as_start and config.source.source_noise}
     refuse(noise, "has no effect with --source_as condition: leave it out")
-    choose_network(config.network)
-    choose_flow(config)
+    network, flow = choose_network(config.network), choose_flow(config)
+    if (config.program.one_step or issubclass(flow.target, FlowMap)) and not takes_interval(network.target):
+        needed = "takes no r, the end of an interval, as a one-step generator needs: train a rectified flow alone"
+        raise UsageError(f"--network {network.target.__name__} {needed}")
 
 
 def check_items(config: TrainConfig) -> None:

@@ -1,5 +1,6 @@
 """The map of a flow from one time to another: average velocities, with which a network generates in one step."""
 
+from inspect import signature
 from typing import Any
 
 import torch
@@ -13,6 +14,12 @@ from rectified_flow.flows.flow import Flow, expand
 from rectified_flow.flows.solvers import Watch, take_steps
 from rectified_flow.flows.times import time_grid
 from rectified_flow.registry import register
+
+
+def takes_interval(network: nn.Module | type[nn.Module]) -> bool:
+    """Return whether a network takes ``r``, the time at which an interval ends, beside the time ``t``."""
+    inputs = signature(network.forward).parameters.values()
+    return any(each.name == "r" or each.kind is each.VAR_KEYWORD for each in inputs)
 
 
 class FlowMap(Flow):
@@ -38,6 +45,8 @@ class FlowMap(Flow):
         self, network: nn.Module, *, weight_power: float = WEIGHT_POWER, weight_epsilon: float = 1e-3, **settings: Any
     ) -> None:
         super().__init__(network, **settings)
+        if not takes_interval(network):
+            raise ValueError(f"{type(network).__name__} takes no r, the end of an interval: train a rectified flow")
         self.weight_power, self.weight_epsilon = weight_power, weight_epsilon
         self.logged: dict[str, Tensor] = {}
 

@@ -4,8 +4,6 @@ import math
 from abc import ABC, abstractmethod
 from contextlib import nullcontext, suppress
 from functools import cache
-from hashlib import blake2b
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rectified_flow.errors import UsageError, first_line
+from rectified_flow.networks.pretrained import Pretrained, hash_of
 from rectified_flow.registry import register
 
 
@@ -105,7 +104,7 @@ def _haar(x: Tensor) -> Tensor:
 
 
 @register
-class PretrainedAutoencoder(Autoencoder):
+class PretrainedAutoencoder(Pretrained, Autoencoder):  # type: ignore[override]
     """An autoencoder class of diffusers, such as ``AutoencoderKL``, in float32. Those of videos encode single frames.
 
     Args:
@@ -113,15 +112,11 @@ class PretrainedAutoencoder(Autoencoder):
         fingerprint: the hash of the weights, if they must be the same as in training; None takes any.
     """
 
-    def __init__(self, source: str, fingerprint: str | None = None) -> None:
-        folder = Path(source).expanduser()
-        self.source = self.name = str(folder.resolve()) if folder.is_dir() else source
-        self._expected = fingerprint
+    flag = "autoencoder"
 
-    @property
-    def fingerprint(self) -> str:  # type: ignore[override]
-        """The hash of the settings and weights."""
-        return self._expected or _fingerprint_of(self.source)
+    def hash(self) -> str:
+        """Return the hash of the class, its settings and its weights."""
+        return _fingerprint_of(self.source)
 
     def encode(self, pictures: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the mean of the latents, and their standard deviation or None."""
@@ -151,11 +146,7 @@ class PretrainedAutoencoder(Autoencoder):
     def _module(self, device: torch.device) -> Any:
         if device.type == "meta":
             return _load(self.source, weights=False)
-        if self._expected not in (None, _fingerprint_of(self.source)):
-            raise UsageError(
-                f"--autoencoder {self.source} is not the autoencoder that the flow was trained with: pass "
-                "the original autoencoder"
-            )
+        self.check()
         return _load(self.source).to(device)
 
 
@@ -190,11 +181,7 @@ def _fingerprint_of(source: str) -> str:
     """Return a hash of the class, its settings and its weights."""
     kind, config, _ = _find(source)
     settings = {name: value for name, value in config.items() if not name.startswith("_")}
-    digest = blake2b(repr((kind.__name__, sorted(settings.items()))).encode(), digest_size=16)
-    for name, weights in sorted(_load(source).state_dict().items()):
-        digest.update(name.encode())
-        digest.update(weights.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+    return hash_of((kind.__name__, sorted(settings.items())), _load(source))
 
 
 @cache

@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cache
 from hashlib import blake2b
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rectified_flow.errors import UsageError, first_line
+from rectified_flow.networks.pretrained import Pretrained, hash_of
 from rectified_flow.registry import register
 
 MAX_WORDS = 4096
@@ -97,7 +97,7 @@ class BagOfWords(TextEncoder):
 
 
 @register
-class PretrainedTextEncoder(TextEncoder):
+class PretrainedTextEncoder(Pretrained, TextEncoder):  # type: ignore[override]
     """A text encoder of transformers, such as those of CLIP, T5 or a sentence model, in float32.
 
     The vector of a text is the pooled output for CLIP and SigLIP, which are trained with it, and the mean of the last
@@ -108,15 +108,11 @@ class PretrainedTextEncoder(TextEncoder):
         fingerprint: the hash of the weights, if they must be the same as in training; None takes any.
     """
 
-    def __init__(self, source: str, fingerprint: str | None = None) -> None:
-        folder = Path(source).expanduser()
-        self.source = self.name = str(folder.resolve()) if folder.is_dir() else source
-        self._expected = fingerprint
+    flag = "text_encoder"
 
-    @property
-    def fingerprint(self) -> str:  # type: ignore[override]
-        """The hash of the weights."""
-        return self._expected or _fingerprint_of(self.source)
+    def hash(self) -> str:
+        """Return the hash of the weights, and of the tokens of a sentence."""
+        return _fingerprint_of(self.source)
 
     @property
     def size(self) -> int:  # type: ignore[override]
@@ -137,11 +133,7 @@ class PretrainedTextEncoder(TextEncoder):
         Raises:
             UsageError: if they cannot be loaded, or are not those of the training.
         """
-        if self._expected not in (None, _fingerprint_of(self.source)):
-            raise UsageError(
-                f"--text_encoder {self.source} is not the encoder that the captions were encoded with: pass the "
-                "original encoder"
-            )
+        self.check()
         return _load(self.source)
 
     def exported(self) -> dict[str, Any]:
@@ -229,8 +221,4 @@ def _fingerprint_of(source: str) -> str:
     """Return a hash of the weights, and of the tokens of a sentence."""
     tokenizer, module = _load(source)
     sample = tokenizer("A red flower, and 2 blue ones!")["input_ids"]
-    digest = blake2b(repr((type(module).__name__, sample)).encode(), digest_size=16)
-    for name, weights in sorted(module.state_dict().items()):
-        digest.update(name.encode())
-        digest.update(weights.contiguous().flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+    return hash_of((type(module).__name__, sample), module)

@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -209,7 +209,7 @@ def test_one_process_that_was_killed_draws_the_same(
     assert not (tmp_path / "pairs").exists()
     write, written = StoreWriter.write, list[int]()
 
-    def count(writer: StoreWriter, first: int, values: Mapping[str, torch.Tensor]) -> None:
+    def count(writer: StoreWriter, first: int, values: Any) -> None:
         written.append(first)
         write(writer, first, values)
 

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from tests.contract.kinds import KINDS, Runs
-from tests.programs import program
+from tests.programs import assert_refused, program
 from tests.ranks import run_on_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,6 +39,16 @@ def test_without_its_module_the_kind_is_named(name: str, kind_runs: Callable[[st
     assert code == 2
     assert "--import MODULE" in errors
     assert errors.count("\n") == 1
+
+
+@pytest.mark.parametrize(("script", "flags"), [("train_mean_flow.py", ""), ("train_oxford.py", "--one_step")])
+def test_a_network_without_the_end_of_an_interval_is_no_generator_in_one_step(
+    script: str, flags: str, tmp_path: Path
+) -> None:
+    """Refused before the first of both runs of ``--one_step``, too."""
+    network = "--import tests.extension.own_space --network PointNetwork --network_options width=16"
+    assert_refused(script, 1, f"{network} {flags} --output_dir {tmp_path}/run", "--network PointNetwork takes no r")
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

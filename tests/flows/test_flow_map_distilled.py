@@ -15,6 +15,15 @@ from tests.flows.test_mean import Optimal
 POINTS = 8
 
 
+def test_a_network_without_the_end_of_an_interval_is_refused() -> None:
+    class Instantaneous(nn.Module):
+        def forward(self, x: Tensor, t: Tensor) -> Tensor:
+            return x
+
+    with pytest.raises(ValueError, match="Instantaneous takes no r, the end of an interval"):
+        DistilledFlow(Instantaneous())
+
+
 def path_of(data: Gaussian, noise: Tensor) -> Tensor:
     """The exact path from noise to data: all points at times 1, 7/8, ..., 0."""
     times = (torch.arange(POINTS, -1, -1) / POINTS).reshape(-1, 1, 1, 1, 1)

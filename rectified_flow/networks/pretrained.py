@@ -1,0 +1,54 @@
+"""Frozen modules of a library, whose weights must be the same in sampling as in training."""
+
+from abc import abstractmethod
+from hashlib import blake2b
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from rectified_flow.errors import UsageError
+
+
+class Pretrained:
+    """A module that a library loads from a folder or the hub.
+
+    Args:
+        source: a folder or hub id.
+        fingerprint: the hash of the weights, if they must be the same as in training; None takes any.
+    """
+
+    flag: ClassVar[str]
+    """The flag that names the source."""
+
+    def __init__(self, source: str, fingerprint: str | None = None) -> None:
+        folder = Path(source).expanduser()
+        self.source = self.name = str(folder.resolve()) if folder.is_dir() else source
+        self._expected = fingerprint
+
+    @abstractmethod
+    def hash(self) -> str:
+        """Return the hash of the settings and weights."""
+
+    @property
+    def fingerprint(self) -> str:
+        """The hash of the settings and weights, which are read only if they may be any."""
+        return self._expected or self.hash()
+
+    def check(self) -> None:
+        """Raise a UsageError if the weights are not those of the training."""
+        if self._expected not in (None, self.hash()):
+            raise UsageError(
+                f"--{self.flag} {self.source} is not the {self.flag.replace('_', ' ')} that the flow was trained with: "
+                "pass the original one"
+            )
+
+
+def hash_of(settings: object, module: nn.Module) -> str:
+    """Return the hash of settings and of the weights of a module."""
+    digest = blake2b(repr(settings).encode(), digest_size=16)
+    for name, weights in sorted(module.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(weights.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
