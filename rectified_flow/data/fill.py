@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from hashlib import blake2b, file_digest
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from accelerate import PartialState
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from rectified_flow.data.format import INFO_FILE, LABELS_FILE, RECIPE_FILE, dtype_of
+from rectified_flow.data.format import INFO_FILE, LABELS_FILE, RECIPE_FILE
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.errors import BusyError
 from rectified_flow.system.artifact import Artifact
@@ -48,13 +47,7 @@ class StoreWriter(Artifact):
     """
 
     def __init__(
-        self,
-        path: Path,
-        length: int,
-        kind: str,
-        *,
-        recipe: Mapping[str, Any] | None = None,
-        documents: Sequence[str] = (),
+        self, path: Path, length: int, kind: str, recipe: Mapping[str, Any] | None = None, documents: Sequence[str] = ()
     ) -> None:
         files = (LABELS_FILE, INFO_FILE, *[RECIPE_FILE] * (recipe is not None), *documents)
         super().__init__(path, kind, files, replaceable=recipe is None)
@@ -76,20 +69,19 @@ class StoreWriter(Artifact):
         return 0
 
     def allocate(self, rows: Rows) -> None:
-        """Create the files for all rows by the type and the shape of the first. Call in one process only.
+        """Create a file for each entry of the first rows. Call in one process only.
 
         Raises:
             OSError: if the files cannot be created.
             UsageError: if the disk has no room for them.
         """
-        self._declare({f"{name}.{values.dtype}": values.shape[1:] for name, values in rows.items()})
         size = self.length * sum(values[0].nbytes for values in rows.values())
         remedy = "make room, or store fewer or smaller rows"
         require_disk(size, self.path.parent, f"{self.length} rows of the {self.kind}", remedy)
-        self.written(0)
-        for name, values in rows.items():
-            with (self.stage / f"{name}.{values.dtype}").open("wb") as file:
-                file.truncate(self.length * values[0].nbytes)
+        self._declare({f"{name}.{values.dtype}": values.shape[1:] for name, values in rows.items()})
+        self.written(0)  # first, so that a stage never has a file that its marker does not list
+        for name in self.shapes:
+            (self.stage / name).touch()
 
     def _declare(self, shapes: Mapping[str, Sequence[int]]) -> None:
         self.shapes, self.files = dict(shapes), (*shapes, *self.files)
@@ -116,7 +108,7 @@ class StoreWriter(Artifact):
         """Write the labels and ``info.json``, once all rows are written, and finish. Call in one process only.
 
         Args:
-            labels: int64 ``[n]``; None without labels. Rows beyond them are cut off.
+            labels: int64 ``[n]``; None without labels.
             info: further fields of :class:`StoreInfo`.
 
         Raises:
@@ -124,9 +116,6 @@ class StoreWriter(Artifact):
         """
         labels = np.full(self.length, -1) if labels is None else labels
         np.save(self.stage / LABELS_FILE, labels)
-        for name, shape in self.shapes.items():
-            with (self.stage / name).open("r+b") as file:
-                file.truncate(len(labels) * dtype_of(name).itemsize * prod(shape))
         document = {"content": hash_contents(self.stage, *self.shapes), "length": len(labels), "rows": self.shapes}
         (self.stage / INFO_FILE).write_text(json.dumps(document | info, indent=1))
         self.finish()

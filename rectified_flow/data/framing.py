@@ -42,10 +42,10 @@ class Framing:
         width, height = parse_ratio(aspect_ratio)
         short = min(width, height)
         times, rest = divmod(image_size, short)
-        multiple = short * HALVED
-        nearest = max(1, round(image_size / multiple)) * multiple
-        refusal = f"--image_size {image_size} with --aspect_ratio {aspect_ratio} gives a fractional long side"
         if rest:
+            multiple = short * HALVED
+            nearest = max(1, round(image_size / multiple)) * multiple
+            refusal = f"--image_size {image_size} with --aspect_ratio {aspect_ratio} gives a fractional long side"
             raise UsageError(f"{refusal}; pass {nearest}")
         return cls(width * times, height * times, alpha, crop)
 
@@ -59,11 +59,6 @@ class Framing:
         """Width and height of a row of the store [px]."""
         margin = MARGIN if self.crop == "random" else 1
         return round(margin * self.width), round(margin * self.height)
-
-    @property
-    def stored_shape(self) -> tuple[int, int, int]:
-        """``(c, h, w)`` of a row of the store."""
-        return 3 + self.alpha, *self.stored_size[::-1]
 
     @property
     def size_text(self) -> str:

@@ -218,7 +218,9 @@ def reference_features(dataset: RealData, features: Features, batch_size: int = 
     everything = map_over_ranks(state, len(dataset), extract)
     if saved is not None and state.is_main_process:
         # In a cache that cannot be written, they are extracted again next time.
-        with suppress(OSError, UsageError), saved.locked("pass a writable --cache_dir"), saved.building():
-            np.save(saved.stage / FEATURES_FILE, everything.numpy())
-            saved.finish()
+        with suppress(OSError, UsageError), saved.claimed("pass a writable --cache_dir") as is_missing:
+            if is_missing:
+                with saved.building():
+                    np.save(saved.stage / FEATURES_FILE, everything.numpy())
+                    saved.finish()
     return everything if state.is_main_process else torch.empty(0)

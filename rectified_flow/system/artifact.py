@@ -116,18 +116,8 @@ class Artifact:
     def claimed(self, remedy: str, timeout: float = -1) -> Iterator[bool]:
         """Yield whether the artifact must be built; if so, other builders are locked out inside the block.
 
-        A whole artifact is not locked, so that it can be read in a folder that cannot be written. Arguments and errors
-        are those of :meth:`locked`.
-        """
-        if self.is_whole:
-            yield False
-            return
-        with self.locked(remedy, timeout):
-            yield not self.is_whole  # another process may have built it meanwhile
-
-    @contextmanager
-    def locked(self, remedy: str, timeout: float = -1) -> Iterator[None]:
-        """Lock other builders out inside the block, and turn errors of the operating system there into a sentence.
+        A whole artifact is not locked, so that it can be read in a folder that cannot be written. Errors of the
+        operating system inside the block become a sentence.
 
         Args:
             remedy: advice for the error message, such as "pass a writable folder with --cache_dir".
@@ -137,11 +127,14 @@ class Artifact:
             BusyError: if another builder still holds the lock.
             UsageError: if the folder cannot be written.
         """
+        if self.is_whole:
+            yield False
+            return
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             busy = f"another run is writing the {self.kind} {self.path}"
             with locked(self.path.with_name(f"{self.path.name}.lock"), busy, timeout, remedy):
-                yield
+                yield not self.is_whole  # another process may have built it meanwhile
         except OSError as error:
             reason = error.strerror or error
             raise UsageError(f"the {self.kind} {self.path} cannot be read and written ({reason}): {remedy}") from error

@@ -114,7 +114,7 @@ class SoundRows(PictureRows):
 
     def __init__(self, framing: Framing, rate: int) -> None:
         super().__init__(framing)
-        self.space = Spectrograms((1, *framing.stored_shape[1:]), rate)
+        self.space = Spectrograms((1, *framing.stored_size[::-1]), rate)
         self.key = ("sounds", rate)
 
     def fit(self, image: Sound) -> tuple[Any, tuple[int, int]]:

@@ -126,14 +126,14 @@ def test_another_run_that_encodes_is_waited_for(
     shutil.rmtree(path)
     lock = FileLock(Path(f"{path}.lock"))
     lock.acquire()
-    locked = StoreWriter.locked
+    claimed = StoreWriter.claimed
 
     def release_later(writer: StoreWriter, remedy: str, timeout: float) -> Any:
         if timeout:
             lock.release()
-        return locked(writer, remedy, timeout)
+        return claimed(writer, remedy, timeout)
 
-    monkeypatch.setattr(StoreWriter, "locked", release_later)
+    monkeypatch.setattr(StoreWriter, "claimed", release_later)
     assert encode(pictures).path == path
     assert f"waiting for another run that is writing the latents {path}" in capsys.readouterr().out
 
