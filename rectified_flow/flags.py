@@ -61,6 +61,8 @@ FORMER_FLAGS = {
 PARTS = ("autoencoder", "condition_on", "dataset", "flow", "network", "optimizer", "space", "time_distribution")
 """Flags whose arguments were flags of their own, named ``*_options`` but for these two."""
 FORMER_OPTIONS = {"condition_on": "condition_types", "time_distribution": "time_options"}
+FORMER_SWITCHES = {"native_size": {"image_size": 0}, "skip_unpaired": {"skip_broken_images": True}}
+"""Flags that are values of other flags now."""
 
 
 @dataclass(frozen=True)
@@ -262,8 +264,8 @@ def flags_in(document: Mapping[str, Any]) -> dict[str, Any]:
         values = flags.get(part) or [], flags.pop(FORMER_OPTIONS.get(part, f"{part}_options"), [])
         if part in flags or values[1]:
             flags[part] = [word for each in values for word in (each if isinstance(each, list) else [each])]
-    if flags.pop("skip_unpaired", False):
-        flags["skip_broken_images"] = True
+    for switch, now in FORMER_SWITCHES.items():
+        flags |= now if flags.pop(switch, False) else {}
     return flags
 
 

@@ -122,12 +122,6 @@ class ProgramConfig(Flags):
     interrupted_exit_code: Annotated[int, Interval(ge=0, le=255), flag(local=True)] = 0
     """Exit code after a signal asked for the end; 143 makes Kubernetes or Ray restart it."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        code = self.interrupted_exit_code
-        if code in (1, 2):
-            raise UsageError(f"--interrupted_exit_code is {code}, the exit code of an error; choose 0, or 3 to 255")
-
 
 def seconds_of(budget: str, flag: str = "budget") -> float:
     """Return the seconds of a time such as ``90s``, ``30m``, ``2h`` or ``1d``.

@@ -85,7 +85,7 @@ def data_arguments_of(config: DataConfig) -> dict[str, Any]:
 
 
 def with_space(config: DataConfig, *, may_choose: bool = True) -> DataConfig:
-    """Return the flags of the data with the space of most files in the folder, and with the native size.
+    """Return the flags of the data with the space of most files in the folder, and with the size of the first picture.
 
     Args:
         config: the flags of the data.
@@ -95,11 +95,11 @@ def with_space(config: DataConfig, *, may_choose: bool = True) -> DataConfig:
     is_free = (may_choose or config.space) and not name_of(config.space)
     if is_free and folder is not None and folder.is_dir() and (space := space_of_folder(folder)):
         config = replace(config, space=(space, *config.space))
-    if config.native_size:
-        width, height = find_source(**data_arguments_of(config)).size_of(0)
+    if config.image_size == 0:
+        source = find_source(**data_arguments_of(config) | {"image_size": DataConfig.image_size})
+        width, height = source.size_of(0)
         common = gcd(width, height)
-        ratio = f"{width // common}:{height // common}"
-        return replace(config, image_size=min(width, height), aspect_ratio=ratio, native_size=False)
+        config = replace(config, image_size=min(width, height), aspect_ratio=f"{width // common}:{height // common}")
     return config
 
 

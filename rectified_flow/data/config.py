@@ -35,10 +35,9 @@ class DataConfig(Flags):
     """Hub id of a dataset with an image column, synthetic-flowers (no download), or a registered dataset."""
     dataset_path: Annotated[Path | None, flag(local=True)] = None
     """Folder of your own pictures or measurements (with a subfolder per class, or none), or a local datasets folder."""
-    image_size: Annotated[int, Interval(gt=0, le=16384)] = 64
-    """Short side of the images [px]; pictures are resized by their short side and cropped to --aspect_ratio."""
-    native_size: bool = False
-    """Use the size of the first picture instead of --image_size and --aspect_ratio."""
+    image_size: Annotated[int, Interval(ge=0, le=16384)] = 64
+    """Short side of the images [px]; pictures are resized by their short side and cropped to --aspect_ratio. 0 takes
+    both from the size of the first picture."""
     aspect_ratio: Annotated[str, flag(excludes="autoencoder")] = "1:1"
     """Width to height of the images, such as 3:2."""
     crop: Crop = "center"

@@ -107,7 +107,8 @@ def test_a_flag_overrides_those_that_would_outlive_it(
         ({"time_distribution": None, "time_options": ["shift=2"]}, "--time_distribution shift=2"),
         ({"optimizer": "muon", "optimizer_options": [], "dataset_options": ["a=3"]}, "--optimizer muon --dataset a=3"),
         ({"condition_on": ["a", "b"], "condition_types": ["b=label"]}, "--condition_on a b b=label"),
-        ({"paired": True, "source_path": "s", "skip_unpaired": True}, "--paired --source_path s --skip_broken_images"),
+        ({"native_size": True, "skip_unpaired": True}, "--image_size 0 --skip_broken_images"),
+        ({"native_size": False, "skip_unpaired": False}, ""),
     ],
 )
 def test_a_file_of_an_earlier_version_is_read(tmp_path: Path, former: dict[str, Any], now: str) -> None:

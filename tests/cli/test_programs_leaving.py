@@ -70,7 +70,7 @@ def test_the_exit_code_of_a_program() -> None:
 
 
 @pytest.mark.parametrize("config_class", [TrainConfig, SampleConfig])
-@pytest.mark.parametrize("code", ["-1", "1", "2", "256"])
+@pytest.mark.parametrize("code", ["-1", "256"])
 def test_a_code_with_another_meaning_is_refused(config_class: type, code: str) -> None:
     with pytest.raises(UsageError, match=f"--interrupted_exit_code is {code}[;,] "):
         parse(config_class, "", ["--interrupted_exit_code", code])

@@ -143,7 +143,7 @@ class SoundFolder(FileFolder):
         return read_sound(file)
 
     def size_of(self, index: int) -> tuple[int, int]:
-        raise UsageError("--native_size is for pictures: pass --image_size, the number of frequencies")
+        raise UsageError("--image_size 0 is for pictures: pass the number of frequencies")
 
     def rows(self, framing: Framing) -> SoundRows:
         return SoundRows(framing, self.space.rate)

@@ -43,7 +43,7 @@ def test_samples_start_from_sounds(runs: Runs, tmp_path: Path) -> None:
     ("flags", "sentence"),
     [
         ("--augment 0.1", "--augment has no effect on Spectrograms"),
-        ("--native_size", "--native_size is for pictures"),
+        ("--image_size 0", "--image_size 0 is for pictures"),
         ("--dataset_path {data}/mixed", "z.wav (it has 16000 samples a second, not"),
     ],
 )

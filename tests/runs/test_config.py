@@ -13,7 +13,7 @@ from rectified_flow.registry import build, describe
 from rectified_flow.runs.config import TrainingConfig
 
 FLAGS = """
-dataset dataset_path image_size native_size aspect_ratio crop alpha space
+dataset dataset_path image_size aspect_ratio crop alpha space
 autoencoder horizontal_flip augment holdout data_seed
 skip_broken_images exclude cache_dir
 network dim dim_mults dropout use_cfg gradient_checkpointing init_from
@@ -49,7 +49,7 @@ def test_underscores_and_hyphens() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("--image_size 0", "--image_size is 0; it must be above 0"),
+        ("--image_size -1", "--image_size is -1; it must be at least 0"),
         ("--image_size 100000", "--image_size is 100000; it must be at most 16384"),
         ("--dim 1000000", "--dim is 1000000; it must be at most 4096"),
         ("--alpha --autoencoder haar", "--alpha and --autoencoder exclude each other: pass one"),
