@@ -74,7 +74,6 @@ TINY_EVALUATION = "--num_samples 4 --steps 1 --feature_network efficientnet_lite
 EVALUATION = "--evaluate_every 2 --evaluation_samples 4 --feature_network efficientnet_lite0"
 TINY_IF_GIVEN = {
     "--budget": "--budget 2s --save_every 8 --batch_size 8",
-    "--extend": "--extend 1s",
     "--global_batch_size": "--global_batch_size 4",
     "--num_epochs": "--num_epochs 0.1",
     "--evaluate_every": EVALUATION,
@@ -302,7 +301,7 @@ def tiny(name: str, flags: list[str]) -> list[str]:
     if name == "evaluate.py":
         return [*flags, *TINY_EVALUATION.split()]
     more = [words for flag, words in TINY_IF_GIVEN.items() if flag in flags]
-    length = [] if {"--num_epochs", "--budget", "--extend"} & set(flags) else ["--train_num_steps", "2"]
+    length = [] if {"--num_epochs", "--budget"} & set(flags) else ["--train_num_steps", "2"]
     return [*flags, *TINY_TRAINING.split(), *length, *" ".join(more).split()]
 
 

@@ -123,20 +123,16 @@ class ProgramConfig(Flags):
     """Exit code after a signal asked for the end; 143 makes Kubernetes or Ray restart it."""
 
 
-def seconds_of(budget: str, flag: str = "budget") -> float:
-    """Return the seconds of a time such as ``90s``, ``30m``, ``2h`` or ``1d``.
-
-    Args:
-        budget: the time.
-        flag: the flag that has it, for the error.
+def seconds_of(budget: str) -> float:
+    """Return the seconds of a time such as ``90s``, ``30m``, ``2h`` or ``1d``, with or without a plus sign.
 
     Raises:
         UsageError: if it is no such time, or 0.
     """
-    number, unit = budget[:-1], SECONDS.get(budget[-1:])
+    number, unit = budget[:-1].removeprefix("+"), SECONDS.get(budget[-1:])
     seconds = float(number) * unit if unit and re.fullmatch(r"[0-9]{1,6}(\.[0-9]+)?", number) else 0.0
     if seconds <= 0:
-        raise UsageError(f"--{flag} is {budget}; it must be a time such as 90s, 30m, 2h or 1d")
+        raise UsageError(f"--budget is {budget}; it must be a time such as 90s, 30m, 2h or 1d")
     return seconds
 
 
@@ -151,9 +147,8 @@ class TrainProgramConfig(ProgramConfig):
         flag(recorded=False, for_pictures=True),
         default_is("1h with --dataset_path or a teacher, if no flag gives the length"),
     ] = None
-    """Time to train, such as 90s, 30m, 2h or 1d; network, length and learning rate are chosen for it."""
-    extend: Annotated[str | None, flag(recorded=False, for_pictures=True)] = None
-    """Time by which to continue a run that has reached its last step."""
+    """Time to train, such as 90s, 30m, 2h or 1d; network, length and learning rate are chosen for it. With a plus sign,
+    such as +30m, a run that has reached its last step continues for this time."""
     one_step: Annotated[bool, flag(recorded=False, for_pictures=True, excludes="flow")] = False
     """Then distil the run to a one-step generator in OUTPUT_DIR/one-step; each gets half of the budget."""
     dry_run: Annotated[bool, flag(recorded=False)] = False
@@ -163,8 +158,12 @@ class TrainProgramConfig(ProgramConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("budget", "extend"):
-            seconds_of(getattr(self, name) or "1s", name)
+        seconds_of(self.budget or "1s")
+
+    @property
+    def extends(self) -> bool:
+        """Whether ``--budget`` continues a run."""
+        return self.budget is not None and self.budget.startswith("+")
 
 
 @dataclass(frozen=True)

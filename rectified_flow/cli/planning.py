@@ -56,13 +56,13 @@ def check_length(config: TrainConfig) -> None:
     """Check that at most one flag gives the length of the run.
 
     Raises:
-        UsageError: if ``--budget``, ``--extend`` or ``--one_step`` is given together with a flag for the length or with
-            ``--config``, ``--extend`` with another of the three, or ``--budget`` with ``--resume PATH``.
+        UsageError: if ``--budget`` or ``--one_step`` is given together with a flag for the length or with ``--config``,
+            ``--budget`` with ``--resume PATH``, or ``--one_step`` with a budget that continues a run.
     """
-    times = {"budget": config.program.budget, "extend": config.program.extend, "one_step": config.program.one_step}
-    for other in sorted(config.given & {*LENGTH_FLAGS, "config", "extend"}):
-        others = {name: value for name, value in times.items() if name != other}
-        refuse(others, f"and --{other} exclude each other: pass one")
+    program = config.program
+    for other in sorted(config.given & {*LENGTH_FLAGS, "config"}):
+        refuse({"budget": program.budget, "one_step": program.one_step}, f"and --{other} exclude each other: pass one")
+    refuse({"one_step": program.one_step and program.extends}, f"and --budget {program.budget} exclude each other")
     if config.run.origin is not None:
         budget = {"budget": config.program.budget}
         refuse(budget, "excludes --resume PATH, which keeps the length of that run: pass --init_from PATH instead")
@@ -119,21 +119,21 @@ def budget_of(config: TrainConfig) -> str | None:
 
 
 def may_choose(config: TrainConfig) -> bool:
-    """Return whether flags may be chosen: with a folder of pictures, a teacher, ``--budget`` or ``--extend``.
+    """Return whether flags may be chosen: with a folder of pictures, a teacher, or ``--budget``.
 
     Without a time, nothing is chosen for other data, or for a config that was built in Python. With ``--config``,
     nothing is chosen.
     """
     own = config.data.dataset_path is not None or config.teacher.teacher is not None
     chooses = own and config.program.given is not None
-    asked = config.program.budget is not None or config.program.extend is not None or config.program.one_step
+    asked = config.program.budget is not None or config.program.one_step
     return (chooses or asked) and config.program.config is None
 
 
 def with_plan(
     config: TrainConfig, has_begun: bool, pictures: int, conditions: ConditionSpecs, space: Space
 ) -> TrainConfig:
-    """Return the flags of a run that takes the time of ``--budget`` or ``--extend``, and print its plan. Collective.
+    """Return the flags of a run that takes the time of ``--budget``, and print its plan. Collective.
 
     Args:
         config: the flags so far, as returned by :func:`with_recipe`.
@@ -146,7 +146,7 @@ def with_plan(
         UsageError: if the time is too short, a step exceeds the memory, or there is no run to extend.
     """
     time = budget_of(config)
-    if config.program.extend is not None:
+    if config.program.extends:
         return _extended(config, conditions, space)
     if has_begun:
         return config
@@ -208,29 +208,33 @@ def facts_of(config: TrainConfig, pictures: int, time: str, space: Space, why_ne
 
 
 def _extended(config: TrainConfig, conditions: ConditionSpecs, space: Space) -> TrainConfig:
-    """Return the flags of a finished run with as many more steps as fit into the time of ``--extend``. Collective.
+    """Return the flags of a finished run with as many more steps as fit into the time of ``--budget``. Collective.
 
     An unfinished run is only trained to its last step.
 
     Raises:
         UsageError: if there is no run, or its length is not a number of steps.
     """
-    run, state, time = config.run, PartialState(), config.program.extend or ""
+    run, state, time = config.run, PartialState(), config.program.budget or ""
     saved = on_main(state, lambda: checkpoint.list_checkpoints(run.checkpoints))
     steps = run.train_num_steps or DEFAULT_TRAIN_NUM_STEPS
     if not saved:
-        raise UsageError(f"--extend needs a run, and {run.checkpoints} has no checkpoint: pass --budget instead")
+        raise UsageError(
+            f"--budget {time} continues a run, and {run.checkpoints} has no checkpoint: leave out the plus sign"
+        )
     if run.num_epochs is not None:
-        raise UsageError("--extend needs a run whose length is a number of steps: raise --num_epochs instead")
+        raise UsageError(f"--budget {time} needs a run whose length is a number of steps: raise --num_epochs instead")
     if checkpoint.step_of(saved[-1]) < steps:
-        text = f"the run is unfinished: training to its last step, {steps:,}, only; pass --extend again afterwards"
-        state.print(line("extend", text))
+        text = (
+            f"the run is unfinished: training to its last step, {steps:,}, only; pass --budget {time} again afterwards"
+        )
+        state.print(line("budget", text))
         return config
     batch = run.split_batch(state.num_processes).total
     rate = training_speed(config, conditions, space).rate
     more = max(1, int(plan.TRAINED_SHARE * seconds_of(time) * rate / batch))
-    text = f"{more:,} steps of {batch} images in {time}, from step {steps:,} to {steps + more:,}"
-    state.print(line("extend", text))
+    text = f"{time}, {more:,} steps of {batch} images, from step {steps:,} to {steps + more:,}"
+    state.print(line("budget", text))
     return replaced(config, {"train_num_steps": steps + more})
 
 

@@ -191,7 +191,7 @@ class Trainer:
             if self.state.step >= self.total_steps:
                 self.run.print(
                     f"already trained {self.state.step} of {self.total_steps} steps ({path}); to continue, raise "
-                    "--train_num_steps or --num_epochs, or pass for example --extend 30m"
+                    "--train_num_steps or --num_epochs, or pass for example --budget +30m"
                 )
                 on_main(self.accelerator, self.run.write_status)
                 return True
