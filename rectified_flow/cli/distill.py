@@ -33,6 +33,11 @@ from rectified_flow.system.files import prepare_folder, read_document
 from rectified_flow.training.accelerator import choose_precision
 
 BATCH_SIZE = 64
+Kind = Literal["pairs", "paths"]
+# Paths are sampled with the most accurate solver for few network calls. End points of midpoint steps are exact enough
+# for pairs.
+DEFAULTS: dict[Kind, tuple[int, int, Solver]] = {"paths": (5_000, 8, "ab2"), "pairs": (50_000, 16, "midpoint")}
+"""Number of samples, steps of each, and their solver."""
 COMPARED = ("pairs", "steps", "points", "guidance_scale", "autoguidance", "seed", "pictures")
 """Settings that must match those of stored data."""
 COMPARED_UNFINISHED = ("precision", "teacher", "earlier")
@@ -55,7 +60,7 @@ class DistillationData:
     """
 
     teacher: Path
-    kind: Literal["pairs", "paths"]
+    kind: Kind
     count: int
     folder: Path
     steps: int
@@ -69,18 +74,11 @@ class DistillationData:
         flags = config.teacher
         if flags.teacher is None:
             return None
-        # Paths are sampled with the most accurate solver for few network calls. End points of midpoint steps are exact
-        # enough for pairs.
-        kind: Literal["pairs", "paths"] = "pairs" if config.method == "reflow" else "paths"
+        kind: Kind = "pairs" if config.method == "reflow" else "paths"
+        folder, (count, steps, solver) = flags.teacher_dir or config.run.output_dir / kind, DEFAULTS[kind]
+        scales = config.flow.guidance_scale, flags.autoguidance
         return cls(
-            flags.teacher,
-            kind,
-            flags.teacher_samples or {"paths": 5_000, "pairs": 50_000}[kind],
-            flags.teacher_dir or config.run.output_dir / kind,
-            flags.teacher_steps or {"paths": 8, "pairs": 16}[kind],
-            "ab2" if kind == "paths" else "midpoint",
-            config.flow.guidance_scale,
-            flags.autoguidance,
+            flags.teacher, kind, flags.teacher_samples or count, folder, flags.teacher_steps or steps, solver, *scales
         )
 
     @property
@@ -188,10 +186,9 @@ def recipe_of(distilled: DistillationData) -> Recipe | None:
     Raises:
         UsageError: if it cannot be read.
     """
-    for folder in Artifact(distilled.folder, distilled.kind, ()).folders:
-        if (folder / RECIPE_FILE).exists():
-            return read_document(folder / RECIPE_FILE, Recipe)
-    return None
+    store = Artifact(distilled.folder, distilled.kind, ())
+    found = [path for folder in (store.path, store.stage) if (path := folder / RECIPE_FILE).exists()]
+    return read_document(found[0], Recipe) if found else None
 
 
 def _check_recipe(recipe: Recipe, distilled: DistillationData, *, is_missing: bool) -> None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rectified_flow.errors import UsageError, first_line
-from rectified_flow.networks.pretrained import Pretrained, hash_of
+from rectified_flow.networks.pretrained import Pretrained
 from rectified_flow.registry import register
 
 
@@ -114,9 +114,12 @@ class PretrainedAutoencoder(Pretrained, Autoencoder):  # type: ignore[override]
 
     flag = "autoencoder"
 
-    def hash(self) -> str:
-        """Return the hash of the class, its settings and its weights."""
-        return _fingerprint_of(self.source)
+    @staticmethod
+    def identity(source: str) -> tuple[object, nn.Module]:
+        """Return the class with its settings, and the module."""
+        kind, config, _ = _find(source)
+        settings = {name: value for name, value in config.items() if not name.startswith("_")}
+        return (kind.__name__, sorted(settings.items())), _load(source)
 
     def encode(self, pictures: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the mean of the latents, and their standard deviation or None."""
@@ -174,14 +177,6 @@ def _load(source: str, *, weights: bool = True) -> nn.Module:
         return module.eval().requires_grad_(False)
     except Exception as error:  # of any type: diffusers builds a module from files that anyone may have written
         raise UsageError(f"--autoencoder {source} cannot be loaded ({first_line(error)}): download it again") from error
-
-
-@cache
-def _fingerprint_of(source: str) -> str:
-    """Return a hash of the class, its settings and its weights."""
-    kind, config, _ = _find(source)
-    settings = {name: value for name, value in config.items() if not name.startswith("_")}
-    return hash_of((kind.__name__, sorted(settings.items())), _load(source))
 
 
 @cache

@@ -1,6 +1,8 @@
 """Frozen modules of a library, whose weights must be the same in sampling as in training."""
 
 from abc import abstractmethod
+from collections.abc import Callable
+from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import ClassVar
@@ -27,26 +29,29 @@ class Pretrained:
         self.source = self.name = str(folder.resolve()) if folder.is_dir() else source
         self._expected = fingerprint
 
+    @staticmethod
     @abstractmethod
-    def hash(self) -> str:
-        """Return the hash of the settings and weights."""
+    def identity(source: str) -> tuple[object, nn.Module]:
+        """Return the settings and the module of a source, of which the fingerprint is the hash."""
 
     @property
     def fingerprint(self) -> str:
         """The hash of the settings and weights, which are read only if they may be any."""
-        return self._expected or self.hash()
+        return self._expected or hash_of(self.identity, self.source)
 
     def check(self) -> None:
         """Raise a UsageError if the weights are not those of the training."""
-        if self._expected not in (None, self.hash()):
+        if self._expected not in (None, hash_of(self.identity, self.source)):
             raise UsageError(
                 f"--{self.flag} {self.source} is not the {self.flag.replace('_', ' ')} that the flow was trained with: "
                 "pass the original one"
             )
 
 
-def hash_of(settings: object, module: nn.Module) -> str:
-    """Return the hash of settings and of the weights of a module."""
+@cache
+def hash_of(identity: Callable[[str], tuple[object, nn.Module]], source: str) -> str:
+    """Return the hash of the settings and of the weights of a source."""
+    settings, module = identity(source)
     digest = blake2b(repr(settings).encode(), digest_size=16)
     for name, weights in sorted(module.state_dict().items()):
         digest.update(name.encode())

@@ -103,11 +103,6 @@ class Artifact:
         return self.path.with_name(f"{self.path.name}.building")
 
     @property
-    def folders(self) -> list[Path]:
-        """Folders that exist of the artifact: the finished one, and the stage of an unfinished build."""
-        return [folder for folder in (self.path, self.stage) if folder.exists()]
-
-    @property
     def is_whole(self) -> bool:
         """Whether the artifact exists and is undamaged."""
         return find_damage(self.path, self.kind) is None

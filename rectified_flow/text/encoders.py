@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rectified_flow.errors import UsageError, first_line
-from rectified_flow.networks.pretrained import Pretrained, hash_of
+from rectified_flow.networks.pretrained import Pretrained
 from rectified_flow.registry import register
 
 MAX_WORDS = 4096
@@ -110,9 +110,11 @@ class PretrainedTextEncoder(Pretrained, TextEncoder):  # type: ignore[override]
 
     flag = "text_encoder"
 
-    def hash(self) -> str:
-        """Return the hash of the weights, and of the tokens of a sentence."""
-        return _fingerprint_of(self.source)
+    @staticmethod
+    def identity(source: str) -> tuple[object, nn.Module]:
+        """Return the class with the tokens of a sentence, and the module."""
+        tokenizer, module = _load(source)
+        return (type(module).__name__, tokenizer("A red flower, and 2 blue ones!")["input_ids"]), module
 
     @property
     def size(self) -> int:  # type: ignore[override]
@@ -214,11 +216,3 @@ def _load(source: str) -> tuple[Any, Any]:
             f"--text_encoder {source} cannot be loaded as a text encoder ({first_line(error)}): pass the folder or hub "
             "id of one, such as a sentence model"
         ) from error
-
-
-@cache
-def _fingerprint_of(source: str) -> str:
-    """Return a hash of the weights, and of the tokens of a sentence."""
-    tokenizer, module = _load(source)
-    sample = tokenizer("A red flower, and 2 blue ones!")["input_ids"]
-    return hash_of((type(module).__name__, sample), module)

@@ -16,9 +16,10 @@ from PIL import Image
 from rectified_flow.data.fill import StoreWriter
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.errors import RunError, UsageError
-from rectified_flow.latents.autoencoders import Haar, PretrainedAutoencoder, _find, _fingerprint_of, _load
+from rectified_flow.latents.autoencoders import Haar, PretrainedAutoencoder, _find, _load
 from rectified_flow.latents.space import Latents
 from rectified_flow.latents.store import LatentDataset, encode_pictures
+from rectified_flow.networks.pretrained import hash_of
 from tests.contract.kinds import Runs
 from tests.latents.tiny_autoencoders import save_tiny
 from tests.programs import assert_refused, program
@@ -183,7 +184,7 @@ def moved_autoencoder(folder: Path) -> list[tuple[int, str]]:
     flags += f" --batch_size 4 --train_num_steps 2 --output_dir {folder}/run"
     ended = [program("train_mean_flow.py", flags.split())]
     vae.rename(moved)
-    for remembered in (_find, _load, _fingerprint_of):
+    for remembered in (_find, _load, hash_of):
         remembered.cache_clear()
     for more in ("", f"--autoencoder {other}", f"--autoencoder {moved}"):
         ended.append(program("sample.py", f"--checkpoint {folder}/run --num_samples 2 {more}".split()))
