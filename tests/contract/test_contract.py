@@ -82,7 +82,7 @@ def test_samples_are_those_of_two_processes_in_smaller_batches_and_like_the_prev
 def test_it_is_evaluated(runs: Runs, tmp_path: Path) -> None:
     flags = f"--num_samples {runs.kind.samples} --steps 2 --feature_network efficientnet_lite0"
     flags += f" --metric {runs.kind.metrics}" * bool(runs.kind.metrics)
-    assert runs.call("evaluate.py", flags, tmp_path) == ""
+    assert runs.call("evaluate.py", flags, tmp_path, quick_program) == ""
     [result] = json.loads((tmp_path / "evaluation.json").read_text())
     assert result["distances"].keys() >= set(runs.kind.scores)
     assert np.isfinite(list(result["distances"].values())).all()

@@ -27,7 +27,7 @@ def pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         picture = torch.randint(0, 256, (3, 16, 16), dtype=torch.uint8, generator=generator)
         write_png(picture, str(folder / f"{index}.png"))
     monkeypatch.setenv("STUDIES_DATA", str(tmp_path / "data"))
-    monkeypatch.setattr("rectified_flow.evaluation.distances.frechet_distance", lambda *_: 1.0)  # takes seconds each
+    monkeypatch.setattr("rectified_flow.evaluation.distances.frechet_distance", lambda *_: 1.0)  # takes a second each
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
