@@ -236,7 +236,7 @@ def test_an_unknown_program_is_one_sentence(word: str, remedy: str) -> None:
     assert start_command([word]) == (2, "", f"rectified-flow: error: {word} is not a command; {remedy}\n")
 
 
-@pytest.mark.parametrize("name", [name for name in PROGRAMS if name != "watch"])  # which has no script
+@pytest.mark.parametrize("name", ["train", "sample"])
 def test_a_program_of_the_command_has_the_help_of_its_script(name: str) -> None:
     script = f"{PROGRAMS[name].__name__}.py"
     code, shown, errors = start_command([name, "--help"])

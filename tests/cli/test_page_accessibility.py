@@ -66,24 +66,14 @@ def check(shown: Shown) -> None:
             assert shown.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
-@pytest.mark.parametrize("build", [of_noise, of_one_step])
-def test_a_page_that_draws_from_noise_violates_no_guideline(
-    build: Callable[[], Flow], tmp_path: Path, browser: Any
-) -> None:
+@pytest.mark.parametrize("build", [of_noise, of_one_step, from_a_picture, of_a_mask])
+def test_a_page_violates_no_guideline(build: Callable[[], Flow], tmp_path: Path, browser: Any) -> None:
+    """Check the first view, which may ask for a picture, and the view of a picture."""
     with exported(build(), tmp_path, browser) as (shown, _):
-        shown.wait()
-        check(shown)
-        shown.page.set_input_files("#file", tmp_path / "exported/given.png")
-        shown.wait("!document.getElementById('views').hidden")
-        check(shown)
-
-
-@pytest.mark.parametrize("build", [from_a_picture, of_a_mask])
-def test_a_page_that_asks_for_a_picture_violates_no_guideline(
-    build: Callable[[], Flow], tmp_path: Path, browser: Any
-) -> None:
-    with exported(build(), tmp_path, browser) as (shown, _):
-        wait_for("the page", shown.page.locator("#call").is_visible)
+        if build in (of_noise, of_one_step):
+            shown.wait()
+        else:
+            wait_for("the page", shown.page.locator("#call").is_visible)
         check(shown)
         shown.page.set_input_files("#file", tmp_path / "exported/given.png")
         wait_for("the picture", shown.page.locator("#views").is_visible)

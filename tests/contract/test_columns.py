@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from rectified_flow.cli.sample_request import cells_of
 from rectified_flow.load import load_flow
 from tests.contract.kinds import Runs, sample
 
@@ -44,16 +43,6 @@ def test_cells_of_a_grid_differ_in_its_axes_alone(runs: Runs, tmp_path: Path) ->
     assert np.abs(cells[2] - alone[0]).max() <= 1
     assert np.abs(cells[3] - alone[1]).max() <= 1
     assert Image.open(tmp_path / "grid/grid.png").size == (2 * (112 + 2) + 2, 2 * (112 + 42 + 2) + 2)
-
-
-def test_the_cells_of_a_grid_row_by_row() -> None:
-    rows, columns = {"size": ["1", "30"]}, {"seed": ["0", "1", "2"]}
-    cells, draws = cells_of(rows | columns, {"text": ["a"]})
-    assert cells == {"text": ["a"] * 6, "size": ["1"] * 3 + ["30"] * 3}
-    assert draws == [0, 1, 2, 0, 1, 2]
-    cells, draws = cells_of({"text": ["a", "b"]} | rows, {})
-    assert cells == {"text": ["a", "a", "b", "b"], "size": ["1", "30", "1", "30"]}
-    assert draws == [0] * 4
 
 
 def test_guidance_of_one_condition(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -61,15 +61,6 @@ def test_data_of_a_teacher_have_its_form(
     assert stored[0][name].shape == shape
 
 
-def test_a_dry_run_opens_the_pictures_and_prints_the_plan_of_the_run(runs: Runs, tmp_path: Path) -> None:
-    flags = f"{runs.kind.flags.format(data=runs.data)} --dry_run --num_epochs 1 --output_dir {tmp_path}/run"
-    [text] = run_on_ranks(1, printed, flags.replace("--augment 0 --holdout 0", ""))
-    assert f"{runs.data}/cutouts at 12x8 px" in text
-    assert "speed       " in text
-    assert f"recipe      --augment 0.15, for {COUNT} pictures" in text
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_look_at_a_folder(runs: Runs, tmp_path: Path) -> None:
     flags = f"{runs.kind.flags.format(data=runs.data)} --look --output_dir {tmp_path}/run"
     first, second = run_on_ranks(2, printed, flags)

@@ -290,25 +290,6 @@ def test_what_best_may_say(tmp_path: Path, content: bytes | None) -> None:
         checkpoint.resolve(best)
 
 
-def test_a_checkpoint_that_is_pruned_while_it_is_read(tmp_path: Path) -> None:
-    """A run that trains goes on meanwhile: the next one is read, unless the user named this very one."""
-    folder, read = tmp_path / "checkpoints", list[Path]()
-    write(folder, 1)
-
-    def action(source: Path) -> dict[str, Any]:
-        read.append(source)
-        if len(read) < 3:  # between finding and reading it
-            write(folder, checkpoint.step_of(source) + 1, keep=1)
-        checkpoint.load_tensors(source, "model.safetensors")
-        return checkpoint.load_document(source, "trainer.json")
-
-    assert checkpoint.read(tmp_path, action) == {"step": 3}
-    assert [checkpoint.step_of(source) for source in read] == [1, 2, 3]
-    read.clear()
-    with pytest.raises(UsageError, match=r"no checkpoint at .*step_00000003, which its run may have pruned: pass the"):
-        checkpoint.read(folder / "step_00000003", action)
-
-
 def test_a_checkpoint_that_is_pruned_while_its_files_are_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
