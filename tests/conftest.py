@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """One cache folder for all processes of the session, and for programs that are started, too."""
+    """Create one cache folder for all processes of the session and for the programs that they start."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:  # a worker's folder is inside the folder of the session
         folder = folder.parent
@@ -78,6 +78,6 @@ SOFTWARE_CARD = ["--enable-unsafe-webgpu", "--use-webgpu-adapter=swiftshader", "
 
 @pytest.fixture(scope="session")
 def browser_with_card(launch: Callable[..., Any]) -> Iterator[Any]:
-    """Its graphics card is software, which draws what a card draws, slowly."""
+    """Start a browser whose graphics card is emulated by software."""
     with launch(*SOFTWARE_CARD) as opened:
         yield opened

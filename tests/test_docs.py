@@ -114,7 +114,7 @@ class Command:
 
     @property
     def script(self) -> str:
-        """What a reader starts: a script of this project, without ``python`` in front, or the first word."""
+        """The script of this project that the command starts, or the first word of the command."""
         words = self.words[1:] if self.words[0] == "python" else self.words
         return CONSOLE_COMMANDS.get(words[0], words[0]) if words else "python"
 
@@ -306,7 +306,7 @@ def tiny(name: str, flags: list[str]) -> list[str]:
 
 
 def run_command(name: str, flags: list[str], folder: Path) -> None:
-    """As a rank of its own; training starts anew, unless it resumes or only prints."""
+    """Run a command in a process of its own; training starts anew, unless the command resumes or only prints."""
     if name.startswith("train") and not {"--config", "--resume", "--dry_run", "--help"} & set(flags):
         where = flags[flags.index("--output_dir") + 1] if "--output_dir" in flags else DEFAULT_OUTPUT
         shutil.rmtree(folder / where, ignore_errors=True)
@@ -321,7 +321,7 @@ def _in_folder(name: str, flags: list[str], folder: Path) -> tuple[int, str]:
 
 
 def run_example(code: str, folder: Path) -> None:
-    """As a rank of its own; training starts anew where an example names no folder."""
+    """Run an example in a process of its own; training starts anew if the example names no folder."""
     shutil.rmtree(folder / DEFAULT_OUTPUT, ignore_errors=True)
     run_on_ranks(1, _execute, code, folder)
 

@@ -13,7 +13,7 @@ from rectified_flow.errors import UsageError
 
 
 def parts(config_class: type) -> dict[str, type]:
-    """All dataclasses of flags that a config is composed of, by name."""
+    """Return all dataclasses of flags of a config by name."""
     nested = [kind for kind in get_type_hints(config_class).values() if is_dataclass(kind)]
     return {config_class.__name__: config_class} | {kind.__name__: kind for kind in nested if isinstance(kind, type)}
 

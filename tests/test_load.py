@@ -157,7 +157,7 @@ def test_a_flow_is_read_from_the_next_checkpoint(
 
 
 def load_while_pruned(run: Path, late_rank: int) -> str:
-    """One rank reads before, the other after the checkpoint that both found is gone; returns which they have."""
+    """Prune a checkpoint after one rank has read it, and return the name of the checkpoint that the ranks use."""
     state = PartialState()
     read: Callable[[Path], Trained] = load.read_trained
     found: list[Path] = []

@@ -48,7 +48,7 @@ def test_outside_training_the_default_generator_draws() -> None:
 
 
 def test_plain_torch_draws_inside_differ_by_part_and_step_and_come_again() -> None:
-    """As of a network that has ``nn.Dropout``; the run resumes with the same numbers all the same."""
+    """Draws of ``nn.Dropout``, for example, are the same in a resumed run."""
 
     def drawn(rows: BatchRows | Samples) -> tuple[float, ...]:
         with deterministic(rows):

@@ -25,7 +25,7 @@ from rectified_flow.registry import (
 
 @pytest.fixture(autouse=True)
 def _own_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test registers is forgotten after it."""
+    """Remove the classes that a test registers after the test."""
     registry._import_rooms()  # once in a process, and not into the registry of a test
     monkeypatch.setattr(registry, "_REGISTERED", defaultdict(dict))
     for kind in (Wheel, Vehicle, Car):
@@ -49,7 +49,7 @@ class Car(Vehicle):
 
 
 class Lorry(Car):
-    """Without a constructor of its own."""
+    """A class without a constructor of its own."""
 
 
 def there_and_back(value: Any) -> Any:

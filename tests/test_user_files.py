@@ -198,7 +198,7 @@ INSIDE = {
 @pytest.mark.parametrize("linked", [False, True])
 @pytest.mark.parametrize("writer", INSIDE)
 def test_in_a_run_no_byte_of_the_users_is_overwritten(writer: str, linked: bool, trained: Path, tmp_path: Path) -> None:
-    """Neither where the user copied files before the program's first call, nor through links after it."""
+    """Put a file of the user there before the first call of a program, or behind a link after the call."""
     script, (place, name, words) = writer.partition(",")[0], INSIDE[writer]
     run, mine = tmp_path / "run", tmp_path / "mine"
     shutil.copytree(trained, run)

@@ -46,7 +46,7 @@ def test_a_part_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path: 
 
 @pytest.mark.parametrize("name", sorted(file.stem for file in BENCHMARKS.glob("*.py")))
 def test_every_benchmark_imports(name: str) -> None:
-    """Without the peer, which only ``pip install -e .[benchmark]`` brings."""
+    """Import each benchmark, also without the peer of ``pip install -e .[benchmark]``."""
     importlib.import_module(name)
 
 

@@ -129,7 +129,7 @@ def test_a_feature_network_that_is_not_there(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_run_on_data_that_cannot_be_opened_again(run: Path, tmp_path: Path) -> None:
-    """It was trained by a program of one's own; a folder of its pictures does instead."""
+    """Compare a run of the Python API with the pictures of a given folder."""
     source = checkpoint.resolve(run)
     flow, config = FLOWS["rectified"](), {"training": {"seed": 0}, "data": {"description": "21 items of a list"}}
     files = {checkpoint.MODEL_FILE: flow.network.state_dict()}

@@ -87,7 +87,7 @@ def export_page(folder: Path, *flags: str) -> None:
 
 @torch.no_grad()
 def test_a_rectified_flow_with_labels_as_onnx(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It predicts the clean picture and attends; the program returns the velocity, near the data too."""
+    """The program returns the velocity of a network that predicts the clean picture, also near the data."""
     flow = FLOWS["rectified"]()
     assert isinstance(flow, RectifiedFlow)
     call, said = written(flow, tmp_path)
@@ -127,7 +127,7 @@ def test_a_map_in_half_as_onnx(tmp_path: Path) -> None:
 
 @torch.no_grad()
 def test_a_noise_prediction_that_is_told_of_augmentation(tmp_path: Path) -> None:
-    """What is told is no input: it is zeros, as in sampling."""
+    """The augmentation is no input of the program: it is zero, as in sampling."""
     flow = RectifiedFlow(
         small(augmentation=AugmentationLabels(9)), prediction="noise", space=Pixels((3, 8, 8), augmentation=0.1)
     )
@@ -141,7 +141,7 @@ def test_a_noise_prediction_that_is_told_of_augmentation(tmp_path: Path) -> None
 
 @torch.no_grad()
 def test_a_source_as_a_condition_beside_labels(tmp_path: Path) -> None:
-    """It has two inputs, and no NaN; one row is half known, one is whole, and one has no source."""
+    """The source has two inputs without NaN: pixels, and the map of unknown pixels. One row is half known."""
     network = small(labels=Labels(2, ("cat", "dog")), source=Picture((3, 8, 8)))
     flow = RectifiedFlow(network, space=Pixels((3, 8, 8)), degradation=Mask("brush"))
     call, said = written(flow, tmp_path)
@@ -182,7 +182,7 @@ def test_a_path_that_starts_from_a_source_needs_no_further_input(tmp_path: Path)
 
 @torch.no_grad()
 def test_captions_numbers_and_labels_are_inputs_under_their_names(tmp_path: Path) -> None:
-    """Where they have no value, the flow takes NaN and the program 1e30."""
+    """A missing value is NaN for the flow, and 1e30 for the program."""
     names = {"species": "class", "size": "größe"}
     encoder = BagOfWords(("red", "flower", "two"))
     conditions: dict[str, Any] = {

@@ -157,7 +157,7 @@ def test_sliders_have_round_ends_and_a_histogram(
 
 
 def test_ids_of_tokens_are_those_of_python(page_folder: Path, tmp_path: Path) -> None:
-    """Also of a text that is cut off."""
+    """Compare texts of any length, one of which is cut off."""
     encoder = tiny_encoder(tmp_path / "encoder")
     tokenizer = encoder.parts[0]
     texts = [*WORDS[:-2], *EXAMPLES, "flowers " * 20, "a red, blue cat.", "[SEP] the dog"]
@@ -237,7 +237,7 @@ def test_a_picture_becomes_what_it_becomes_in_python(
 
 @pytest.mark.parametrize("degradation", [Downsample(2), Downsample(4), Grey(), Mask(), None])
 def test_pictures_are_degraded_as_in_python(page_folder: Path, degradation: Degradation | None) -> None:
-    """Only by projections: a mask is painted by the visitor."""
+    """The page applies projections only: the visitor paints a mask."""
     model: dict[str, Any] = describe(NetworkCall(flow_of(RectifiedFlow, "start", degradation)))
     x = torch.rand(1, *SHAPE) * 2 - 1
     body = "const { model, x } = given; return [...sampler.degraded(model, Float32Array.from(x))];"

@@ -87,7 +87,7 @@ def painted_mask(shown: Shown, folder: Path) -> np.ndarray:
 
 
 def test_a_picture_is_degraded_and_translated(tmp_path: Path, browser: Any) -> None:
-    """It is dropped, pasted or chosen; the page asks for it before anything else."""
+    """The page asks for a picture first. The visitor drops or pastes the picture."""
     settings: dict[str, Any] = {"from_source": True, "source_noise": 0.25, "degradation": Downsample(2)}
     flow = RectifiedFlow(small(), space=Pixels(SHAPE), **settings)
     with exported(flow, tmp_path, browser) as (shown, sampled):
@@ -117,7 +117,7 @@ def test_a_picture_is_degraded_and_translated(tmp_path: Path, browser: Any) -> N
 
 
 def test_before_and_after_by_keyboard_and_side_by_side(tmp_path: Path, browser: Any) -> None:
-    """Without noise there is one result, and no seed."""
+    """A flow without noise has one result, and no seed."""
     flow = MeanFlow(small(), space=Pixels(SHAPE), from_source=True)
     with exported(flow, tmp_path, browser) as (shown, sampled):
         page = shown.page

@@ -174,7 +174,7 @@ def test_a_longer_time_buys_a_wider_network_and_more_steps() -> None:
     ],
 )
 def test_few_pictures_limit_the_length_and_the_width(facts: Facts, passes: int, dim: int) -> None:
-    """Only the images that will be processed count for the width, and only training pictures for the passes."""
+    """The width depends on the images that are processed, and the passes on the number of pictures."""
     made = plan(replace(facts, budget="30d", seconds=30 * 86400), Machine(500))
     assert images(made) == pytest.approx(passes * facts.pictures, rel=0.01)
     assert made.settings["dim"] == dim

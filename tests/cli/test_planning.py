@@ -26,7 +26,7 @@ def chosen(
     kind: type[TrainConfig] = TrainConfig,
     rate: float = SLOW,
 ) -> dict[str, object]:
-    """All flags of a run on so many pictures."""
+    """Return all flags of a run on ``count`` pictures."""
     data = f"--dataset_path {folder} " if folder else "--dataset synthetic-flowers "
     config = parse(kind, "Train.", (data + words).split())
     check_length(config)
@@ -130,7 +130,7 @@ def test_it_is_for_ones_own_pictures_alone() -> None:
 def test_a_run_goes_on_as_it_began(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also one of a version that had no recipes, and one with values that this version does not take."""
+    """A resumed run keeps its flags, whatever the number of pictures or processes is now."""
     run = f"--output_dir {tmp_path}"
     began = chosen(800, run)
     assert "recipe      --holdout 0.05, for 800" in capsys.readouterr().out

@@ -100,7 +100,7 @@ def test_leaving_does_not_wait_for_a_group_that_does_not_end() -> None:
     ids=str,
 )
 def test_errors_of_the_system(monkeypatch: pytest.MonkeyPatch, error: OSError, ending: str) -> None:
-    """Those that name a file and that a person can mend have no traceback."""
+    """An error that names a file and that a user can repair has no traceback."""
     monkeypatch.setattr(sys, "argv", ["program.py"])
     text = launch._describe(error)
     assert text.endswith(ending)

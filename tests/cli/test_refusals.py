@@ -276,7 +276,7 @@ def test_a_launcher_that_was_told_to_split_the_weights(world_size: int, tmp_path
 
 
 def test_pictures_that_are_too_alike_to_hold_some_out(tmp_path: Path) -> None:
-    """All are of one colour, and so alike that all are on one side; one is broken, then."""
+    """Pictures of one colour are all on one side of the split. Later, one of the pictures is broken."""
     for index in range(20):
         (tmp_path / "pictures").mkdir(exist_ok=True)
         Image.new("RGB", (9, 12), (index * 10, 100, 200)).save(tmp_path / f"pictures/{index:02}.png")

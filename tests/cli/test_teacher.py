@@ -42,7 +42,7 @@ def train_teacher(folder: Path, **flags: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def teachers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """By the method of the student: runs of conditional flows on tiny flowers, one augmented as few pictures are."""
+    """Train a conditional flow on tiny flowers for each method of a student; one of the flows is augmented."""
     return {
         "distill": train_teacher(tmp_path_factory.mktemp("teacher"), use_cfg=True, augment=0.15),
         "reflow": train_teacher(tmp_path_factory.mktemp("clean"), use_cfg=True, prediction="clean"),
@@ -114,7 +114,7 @@ def test_a_pair_is_what_the_flow_makes_of_its_noise(teachers: dict[str, Path], d
 
 
 def test_paths_begin_at_other_noise_than_samples(drawn: dict[str, StoreDataset]) -> None:
-    """Else samples and evaluations of a map with the seed of its paths would show rows that it was trained on."""
+    """Samples and evaluations of a map show no rows of its training, even with the seed of its paths."""
     numbers = list(range(64))
     with randomness.deterministic(randomness.Samples(0, numbers)):
         noise = randomness.randn("sample noise", (64, 3, 8, 8), torch.device("cpu"))

@@ -50,7 +50,7 @@ def printed(words: str) -> str:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_run_in_a_given_time(world_size: int, pictures: Path, tmp_path: Path) -> None:
-    """It ends at the step that was planned. The same command, or one with another budget, finds nothing left to do."""
+    """The run ends at the planned step. A second command with another budget finds nothing left to do."""
     words = f"--dataset_path {pictures} --cache_dir {tmp_path}/cache {TINY} --output_dir {tmp_path}/run --budget"
     run_on_ranks(world_size, train, f"{words} 1s")
     flags = flags_of(tmp_path / "run")
@@ -98,7 +98,7 @@ def test_own_pictures_start_from_the_starter(flags: str, pictures: Path, tmp_pat
 
 
 def test_a_run_on_small_pictures_has_their_size(pictures: Path, tmp_path: Path) -> None:
-    """It also has it after a resume by the same command, and where its data are opened again."""
+    """A run on small pictures keeps their size when the same command resumes the run."""
     words = f"--dataset_path {pictures} --cache_dir {tmp_path}/cache --dim 8 --dim_mults 1 --num_samples 0"
     for steps in (2, 4):
         run_on_ranks(1, train, f"{words} --train_num_steps {steps} --log_every 1 --output_dir {tmp_path}/run")

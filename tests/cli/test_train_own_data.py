@@ -28,7 +28,7 @@ def pictures(count: int = 40, seed: int = 0) -> list[Tensor]:
 
 
 def train_on(dataset: Any, config: TrainingConfig, coupling: Coupling = "independent") -> tuple[str, int]:
-    """What a run on ``dataset`` prints, and its last step."""
+    """Train on ``dataset``, and return the printed text and the last step."""
     torch.manual_seed(0)
     labelled = isinstance(dataset[0], dict) and "labels" in dataset[0]
     network = Unet(8, (1, 2), conditions={"labels": Labels(4)} if labelled else None, image_size=8)
@@ -119,7 +119,7 @@ def train_without_labels(config: TrainingConfig) -> str:
 
 
 def test_a_dataset_of_the_hub_library_trains(tmp_path: Path) -> None:
-    """It has a method ``batch`` of its own."""
+    """A dataset of the library ``datasets`` has a method ``batch`` with another meaning."""
     import datasets
 
     rows = datasets.Dataset.from_dict({"images": [picture.tolist() for picture in pictures()]})

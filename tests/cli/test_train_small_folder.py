@@ -37,7 +37,7 @@ def one_each(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(flags: str) -> str:
-    """What a run prints."""
+    """Train, and return the printed text."""
     with redirect_stdout(StringIO()) as said:
         assert run_training(parse(TrainConfig, "", flags.split()))
     return said.getvalue()
@@ -75,7 +75,7 @@ def test_a_run_without_some_files_keeps_their_list(one_each: Path, tmp_path: Pat
 
 
 def test_frames_that_are_too_alike_to_hold_any_out(tmp_path: Path) -> None:
-    """All are on one side: a run of the first command goes on, one that asked for it does not."""
+    """All frames are on one side of the split: only a run with an explicit flag is refused."""
     (tmp_path / "frames").mkdir()
     for number in range(130):
         Image.new("RGB", (8, 8), (100 + number % 2, 100, 100 + number // 2 % 2)).save(tmp_path / f"frames/{number}.png")
@@ -117,7 +117,7 @@ def train_on_a_folder_of_its_own(folder: Path) -> str:
 
 
 def test_processes_with_other_pictures_say_so(one_each: Path, tmp_path: Path) -> None:
-    """Of 130 a recipe holds some out, and of 120 none: the processes would wait for each other."""
+    """A recipe holds out some of 130 pictures, and none of 120: the processes would wait for each other."""
     for number in range(130):
         for folder in ("0", "1")[: 1 + (number < 120)]:
             shutil.copytree(one_each / f"{number:03}", tmp_path / folder / str(number))
@@ -138,7 +138,7 @@ def test_processes_with_other_pictures_say_so(one_each: Path, tmp_path: Path) ->
     ],
 )
 def test_the_held_out_loss_is_measured_often_enough_to_see_it_rise(flags: str, every: int, tmp_path: Path) -> None:
-    """Yet, unless a flag asks for it, at 5% of the computations: 224 passes here, of 192 in a step of 64 images."""
+    """Measuring takes at most 5% of the computations, unless a flag asks for more: 224 passes here, and 192 a step."""
     PartialState()
     config, dataset = parse(TrainConfig, "", flags.split()), tiny_dataset(tmp_path)
     training, held_out = dataset.subset(range(32)), dataset.subset(range(32, 46))

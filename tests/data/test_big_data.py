@@ -35,7 +35,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def anonymous_memory() -> int:
-    """This process's share of memory that no file backs [bytes]."""
+    """Return the share of this process in memory that no file backs [bytes]."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss_Anon"))
 

@@ -1,4 +1,4 @@
-"""Where pictures come from: folders, the hub's layouts, and our own drawing."""
+"""Tests of sources of pictures: folders, datasets of the hub, and drawn flowers."""
 
 import os
 from pathlib import Path

@@ -135,7 +135,7 @@ def test_what_shapes_a_store_names_it(tmp_path: Path) -> None:
 
 
 def test_equal_pictures_have_equal_fingerprints(tmp_path: Path) -> None:
-    """Else a run could not go on after its pictures were copied to another machine."""
+    """A run resumes after its pictures were copied to another machine."""
     for name in ("here", "there"):
         (tmp_path / name).mkdir()
         Image.new("RGB", (8, 8), "red").save(tmp_path / name / "a.png")
@@ -182,7 +182,7 @@ def test_a_truncated_store_is_built_again(tmp_path: Path, name: str, capsys: pyt
 def test_a_store_that_cannot_be_read_now_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, advice: str
 ) -> None:
-    """On a network disk that does not answer, or without the rights."""
+    """A store on a network disk that does not answer, or without the rights, is not built again."""
     source = SyntheticFlowers(8, count=4)
     path = open_store(source, 4, cache_dir=tmp_path)
     open_file = os.open

@@ -41,7 +41,7 @@ def test_epochs_and_seeds_differ() -> None:
 
 
 def test_the_order_looks_random() -> None:
-    """Where images land is independent of where they were, and neighbours are torn apart."""
+    """The new place of an image is independent of the old place, and neighbours are far apart."""
     order = permuted(np.arange(10_000), 10_000, key=7)
     assert abs(np.corrcoef(np.arange(10_000), order)[0, 1]) < 0.04
     assert np.abs(np.diff(order)).mean() == pytest.approx(10_000 / 3, rel=0.05)

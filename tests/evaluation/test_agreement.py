@@ -134,7 +134,7 @@ def test_few_pictures_and_captions_of_several() -> None:
 @both
 @pytest.mark.parametrize("kind", [LABELS, NUMBER, CAPTION])
 def test_rows_without_a_value_are_left_out(kind: Any, holds_out: bool) -> None:
-    """Their features are those of others."""
+    """Rows without a value have features of other rows here, and do not change the scores."""
     values = {LABELS: torch.arange(COUNT) % 4, NUMBER: 10 * torch.arange(COUNT) / COUNT}.get(kind)
     if values is None:
         values = CAPTION.parse([str(number) for number in range(COUNT)])

@@ -67,7 +67,7 @@ def test_more_pictures_move_none_to_the_other_side(images: Tensor) -> None:
 
 
 def test_no_copy_of_a_training_picture_is_held_out(images: Tensor) -> None:
-    """Where recompression changed the hash, a held-out copy is left out, and no training picture moves."""
+    """A held-out copy with another hash is left out, and no training picture moves."""
     both = torch.cat((images, recompressed(images, 70).flip(-1)))
     split = split_rows(colours(both), 0.3, seed=1)
     number = [row % 200 for row in split.training]

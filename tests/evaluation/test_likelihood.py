@@ -152,7 +152,7 @@ def evaluated(*flags: object) -> None:
 
 
 def test_the_same_figures_on_two_processes(run: Path, tmp_path: Path) -> None:
-    """They are a metric by itself, which generates no samples and needs no feature network."""
+    """The likelihood generates no samples and needs no feature network."""
     results = []
     for world_size in (2, 1):
         folder = tmp_path / str(world_size)

@@ -1,4 +1,4 @@
-"""What is said of pictures, and what a store records for it."""
+"""Tests of the report on a folder of pictures, and of the facts in its store."""
 
 from pathlib import Path
 

@@ -128,7 +128,7 @@ def test_a_picture_with_a_hole_is_a_condition_yet() -> None:
 
 
 def test_a_fresh_source_changes_nothing_until_it_is_trained() -> None:
-    """So a run from the weights of another starts as good as it."""
+    """A run that starts from the weights of another run without a source is as good as that run."""
     network = Unet(8, (1, 2), conditions={SOURCE: Picture(SHAPE)}, image_size=8, attention_sides=(4,))
     nn.init.normal_(network.conv_out.weight)
     x, t = torch.randn(2, *SHAPE), torch.rand(2)

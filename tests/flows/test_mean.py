@@ -108,7 +108,7 @@ def test_slips_show(slip: str, objective: ObjectiveName, monkeypatch: pytest.Mon
 
 
 def test_a_missing_stop_gradient_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It leaves the value as it is; only the gradient tells."""
+    """A missing stop-gradient changes the gradient, and not the value."""
     monkeypatch.setattr(torch, "no_grad", torch.enable_grad)
     mean_square, gradient = evaluate("mean_flow")
     assert mean_square == pytest.approx(floor(0.0), rel=5e-3)
@@ -197,7 +197,7 @@ def test_parts_of_a_batch_have_the_gradient_of_the_whole(objective: ObjectiveNam
 def test_the_derivative_reuses_the_values_of_the_pass_before(
     checkpointing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It changes nothing but the number of convolutions: for half of the rows, those of the tangents are left."""
+    """Reusing the values changes the number of convolutions alone: half of the rows need only those of the tangents."""
     network = unet(dropout=0.2)
     network.gradient_checkpointing = checkpointing
     flow = MeanFlow(network, objective="mean_flow")

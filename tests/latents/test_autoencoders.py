@@ -46,7 +46,7 @@ def test_haar_of_four_pixels() -> None:
 
 
 def test_haar_of_eight_bit_pictures_comes_back_through_float16() -> None:
-    """Which the store has; half a step of a pixel is 1 / 255."""
+    """The store has float16; half a step of a pixel is 1 / 255."""
     pictures = torch.arange(256.0).reshape(1, 1, 16, 16).expand(-1, 3, -1, -1) / 127.5 - 1
     latents, _ = Haar().encode(pictures)
     assert (Haar().decode(latents.half().float()) - pictures).abs().max() < 1 / 255

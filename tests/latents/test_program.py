@@ -35,14 +35,14 @@ def encode(pictures: ImageDataset, *, mirrored: bool = True) -> LatentDataset:
 
 
 def run(name: str, flags: str) -> str:
-    """What a program says; it must end well."""
+    """Run a program, which must end with code 0, and return its messages."""
     [(code, text)] = run_on_ranks(1, program, name, flags.split())
     assert code == 0, text
     return text
 
 
 def save_pictures(folder: Path, side: int) -> Path:
-    """Some noisy pictures of two classes."""
+    """Write 20 noisy pictures of two classes."""
     pixels = np.random.default_rng(0).integers(256, size=(20, side, side, 3), dtype=np.uint8)
     for number, each in enumerate(pixels):
         (folder / str(number % 2)).mkdir(parents=True, exist_ok=True)
@@ -161,7 +161,7 @@ def test_a_picture_is_varied(kind_runs: Callable[[str], Runs], tmp_path: Path) -
 
 @pytest.mark.parametrize("method", ["reflow", "distill"])
 def test_a_teacher_of_latents_needs_no_pixels(kind_runs: Callable[[str], Runs], tmp_path: Path, method: str) -> None:
-    """What is drawn is kept as latents, in the teacher's own scales, and outlives the teacher."""
+    """The drawn latents have the scales of the teacher, and a run on them needs the teacher no longer."""
     teacher = shutil.copytree(kind_runs("latents").one, tmp_path / "teacher")
     before = json.loads((teacher / "config.json").read_text())
     more = f"--method {method} --teacher {teacher} --teacher_samples 20 --teacher_steps 2 --batch_size 10"

@@ -13,7 +13,7 @@ from rectified_flow.registry import build, describe
 
 
 def space_of_two() -> Latents:
-    """Of 12 channels and 2 x 2, the first of mean 3 and deviation 2."""
+    """Return a space of 12 channels and 2 x 2; the first channel has mean 3 and deviation 2."""
     return Latents(Haar(1), 4, mean=[3.0] + [0.0] * 11, std=[2.0] + [1.0] * 11)
 
 

@@ -75,7 +75,7 @@ def test_samples_are_files_like_those_of_the_data(counts: Runs, floats: Runs, tm
 
 
 def test_the_page_of_a_one_step_model_shows_a_channel(floats: Runs, tmp_path: Path) -> None:
-    """Its range is that of its teacher, whatever values the data have now."""
+    """A one-step model has the range of its teacher, even if the data have other values now."""
     shutil.copytree(floats.data / "floats", tmp_path / "grown")
     np.save(tmp_path / "grown/z.npy", np.full((2, SIDE, SIDE), 1000, np.float32))
     flags = f"--teacher {floats.one} --dataset_path {tmp_path}/grown --teacher_samples 16 --teacher_steps 2"

@@ -68,7 +68,7 @@ def test_parseval() -> None:
 @pytest.mark.parametrize("size", [(16, 16), (12, 24), (25, 15)])
 @pytest.mark.parametrize("known", [1.0, 0.4])
 def test_white_noise_is_flat(size: tuple[int, int], known: float) -> None:
-    """Its height is the variance, less what the mean over n random pixels takes from each mode, (1 - known) / n."""
+    """The spectrum is the variance minus (1 - known) / n, the share of the mean over n known pixels."""
     fields = 7 + torch.tensor([2.0, 0.1])[:, None, None] * random(1000, 2, *size)
     fields[torch.rand(fields.shape, generator=torch.Generator().manual_seed(1)) > known] = nan
     power = spectrum(fields) / torch.tensor([4.0, 0.01])[:, None]
@@ -124,7 +124,7 @@ def test_fields_of_twice_the_size() -> None:
 
 
 def test_errors_of_single_shells_are_averaged_as_squares() -> None:
-    """One of the 8 shells of a field of side 16 has ten times the power."""
+    """Give one of the 8 shells of a field of side 16 ten times its power."""
 
     def amplify(real: Tensor) -> Tensor:
         numbers = wave_numbers(16, 16)
@@ -162,7 +162,7 @@ def test_correlations() -> None:
 
 
 def test_scores_of_real_fields() -> None:
-    """They compare the other real fields, and no samples."""
+    """Scores of real fields compare two sets of real fields, and no samples."""
     real, other = random(30, 2, 8, 8), random(30, 2, 8, 8, seed=1)
     scores, worse = field_scores(other, real, other), field_scores(3 * other, real, other)
     names = ["channel_1_wasserstein", "channel_2_spectrum_error", "correlation_error"]
@@ -173,7 +173,7 @@ def test_scores_of_real_fields() -> None:
 
 
 def test_constant_samples() -> None:
-    """Their powers are 0, and are raised to 1e-12 of the variance, so that the error is finite."""
+    """The power of constant samples counts as 1e-12 of the variance, so that the error is finite."""
     samples, real = torch.full((6, 1, 16, 16), 280.1), 280.1 + random(6, 1, 16, 16)
     scores = field_scores(samples, real, real)
     assert scores["channel_1_spectrum_error"] == pytest.approx(12, abs=0.1)

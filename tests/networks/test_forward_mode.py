@@ -15,7 +15,7 @@ FORMATS = pytest.mark.parametrize("order", [torch.contiguous_format, torch.chann
 
 
 def pair(name: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, nn.Module]:
-    """One of the layers, and PyTorch's own with the same weights."""
+    """Return one of the layers, and the layer of PyTorch with the same weights."""
     torch.manual_seed(0)
     ours: nn.Module = {"conv": lambda: Conv2d(64, 8, 3, padding=1), "norm": lambda: GroupNorm(64)}[name]()
     theirs: nn.Module = {"conv": lambda: nn.Conv2d(64, 8, 3, padding=1), "norm": lambda: nn.GroupNorm(16, 64)}[name]()

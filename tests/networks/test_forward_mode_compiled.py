@@ -20,7 +20,7 @@ Compute = Callable[[], list[Tensor]]
 
 
 def in_both_forms(compute: Compute) -> tuple[list[Tensor], list[Tensor]]:
-    """What ``compute`` returns in the forms of eager code, and in those for a GPU."""
+    """Return the results of ``compute`` in the forms of eager code and of code for a GPU."""
     plain = compute()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forward_mode, "is_compiled_for_gpu", lambda _x: True)
@@ -69,7 +69,7 @@ def test_a_norm_is_accurate_where_the_mean_is_large() -> None:
 
 
 def test_it_is_for_compiled_code_on_a_gpu_only() -> None:
-    """Where no GPU is, a device that has no contents either stands in for another one."""
+    """The form for a GPU is chosen in compiled code on a GPU alone."""
 
     def choose(x: Tensor) -> Tensor:
         return x.flatten() if forward_mode.is_compiled_for_gpu(x) else x

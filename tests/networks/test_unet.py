@@ -130,7 +130,7 @@ def test_dropout_acts_in_training_only() -> None:
 
 
 def test_gradient_checkpointing_changes_no_gradient() -> None:
-    """Under dropout, too; and it does evaluate each block again."""
+    """Gradient checkpointing evaluates each block twice, and changes no gradient under dropout."""
     unet = small(dropout=0.3)
     calls = []
     for block in unet.modules():
@@ -172,7 +172,7 @@ def test_blocks_have_layers_of_their_own() -> None:
     ids=["a level more", "two more", "a level fewer", "as many"],
 )
 def test_weights_of_a_unet_with_other_levels(mults: tuple[int, ...], down: int, up: int) -> None:
-    """They are those of the lowest levels of a deeper network, and a shallower one has those of their highest levels.
+    """A deeper network has the weights at its lowest levels, and a shallower network has those of the highest levels.
 
     A level has two blocks on the way down and three on the way up; the first has no resampling block.
     """

@@ -104,7 +104,7 @@ class Halves(nn.Module):
 
 
 def test_averages_are_loaded_over_the_model(tmp_path: Path) -> None:
-    """They have no frozen weights."""
+    """The file of averages has no frozen weights."""
     averages = {"trained": torch.full((3,), 5.0), "count": torch.tensor(5.0)}
     model = {checkpoint.MODEL_FILE: checkpoint.own_weights(Halves(1.0))}
     bare = checkpoint.save(tmp_path, 1, model, {})
@@ -267,7 +267,7 @@ def test_a_file_that_is_in_no_manifest_is_not_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("change", [{"format": FORMAT + 1}, {"hashes": "blake3"}])
 def test_a_checkpoint_of_a_newer_version_is_no_damaged_one(tmp_path: Path, change: dict[str, Any]) -> None:
-    """Else a run would go on from the one before, and remove this one."""
+    """A run does not resume from an older checkpoint instead, and so does not remove a newer one."""
     write(tmp_path, 1)
     manifest = write(tmp_path, 2) / "manifest.json"
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | change))

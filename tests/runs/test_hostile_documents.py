@@ -39,7 +39,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, flowers: ImageDataset) -> 
 
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory: pytest.TempPathFactory, flowers: ImageDataset) -> Trainer:
-    """One that resumes."""
+    """Build a trainer that resumes."""
     return build_trainer(tiny_config(tmp_path_factory.mktemp("unused"), num_samples=0), flowers)
 
 
@@ -140,7 +140,7 @@ def test_a_value_that_makes_no_sense(
 
 
 def test_the_documents_themselves_are_read(run: Path, trainer: Trainer) -> None:
-    """Else the tests above could not fail."""
+    """Read unchanged documents, so that the tests above can fail."""
     rewrite(run, STATE, (run / STEP / STATE).read_bytes())
     for reader in (resume, evaluate, sample, reflow):
         reader(run, trainer)

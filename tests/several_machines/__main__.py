@@ -43,7 +43,7 @@ def main(words: list[str]) -> int:
 
 
 class Table:
-    """What came of the cases whose title contains one of ``words``, or of all."""
+    """Outcomes of the cases whose title contains one of ``words``, or of all cases."""
 
     def __init__(self, words: list[str]) -> None:
         self.words, self.failed = words, 0

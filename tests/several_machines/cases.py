@@ -1,4 +1,4 @@
-"""What is done to a run on two machines, and what comes of it."""
+"""Launches and failures of a run on two machines, each with its expected outcome."""
 
 import json
 import signal

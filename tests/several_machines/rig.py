@@ -48,7 +48,7 @@ class Process:
 
 
 class Rig:
-    """Both machines, while the block lasts.
+    """A context in which both machines exist.
 
     Args:
         lab: an empty folder, which both see.

@@ -150,7 +150,7 @@ def test_a_stage_with_something_foreign_is_not_removed(tmp_path: Path, name: str
 @pytest.mark.parametrize("name", ["store", "store.building", "store.removing"])
 @pytest.mark.parametrize("foreign", FOREIGN)
 def test_a_folder_of_the_users_is_not_removed(tmp_path: Path, name: str, foreign: str) -> None:
-    """Nor one with names that an artifact has, and with documents that are no proof."""
+    """A folder of a user is kept even if its files have the names of an artifact."""
     folder = tmp_path / name
     folder.mkdir()
     for ours in ("rows.uint8", "info.json", "manifest.json", "building.json"):

@@ -53,7 +53,7 @@ def replace_forever(path: Path, letter: str) -> None:
 
 
 def test_processes_that_replace_the_same_file_make_no_mixture(tmp_path: Path) -> None:
-    """One is killed now and then, in the middle of a write too."""
+    """Several processes replace a file, and are killed in the middle of a write."""
     path = tmp_path / "evaluation.json"
     replace_file(path, SIZE * "a")
     writers = {letter: FORK.Process(target=replace_forever, args=(path, letter)) for letter in "abc"}

@@ -46,7 +46,7 @@ def as_nobody(pipe: Any, action: Callable[..., str], *arguments: object) -> None
 
 
 def said_by_nobody(action: Callable[..., str], *arguments: object) -> str:
-    """What ``action`` returns in a process of another user."""
+    """Return the result of ``action`` in a process of another user."""
     ours, theirs = FORK.Pipe()
     process = FORK.Process(target=as_nobody, args=(theirs, action, *arguments))
     process.start()

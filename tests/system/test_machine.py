@@ -1,4 +1,4 @@
-"""What a process may use of its machine."""
+"""Tests of the memory, processors and disk that a process may use."""
 
 import os
 import re

@@ -23,7 +23,7 @@ def square(side: int) -> Framing:
 
 
 def saved(image: Image.Image, path: Path, **options: object) -> Image.Image:
-    """As it comes back from a file."""
+    """Save an image, and return the image that is read from the file."""
     image.save(path, **options)  # type: ignore[arg-type]
     return Image.open(path)
 

@@ -27,7 +27,7 @@ Kind = Literal["rectified", "mean"]
 
 @dataclass(frozen=True)
 class Tiny:
-    """What a tiny run trains; how it trains is in its config."""
+    """The flow of a tiny run, whose config has the other settings."""
 
     kind: Kind = "rectified"
     use_cfg: bool = True

@@ -29,7 +29,7 @@ STEPS = 12
 
 
 class Faulty(RectifiedFlow):
-    """Has a bad loss or gradient at some steps on the last rank."""
+    """A flow with a bad loss or gradient at some steps on the last rank."""
 
     progress = 0.0
 

@@ -75,7 +75,7 @@ def test_two_processes_with_accumulation_train_alike(runs: Runs) -> None:
 
 
 def test_another_seed_trains_differently(runs: Runs) -> None:
-    """Else the comparisons above would prove nothing."""
+    """The comparisons of this file can fail."""
     other = losses(runs.get("seed-1", 1, seed=1, train_num_steps=4))
     assert other[4] != pytest.approx(losses(runs.straight(1))[4], rel=1e-3)
 
@@ -134,7 +134,7 @@ def test_a_run_leaves_its_files(runs: Runs) -> None:
 
 
 def gradient(config: TrainingConfig, dataset: ImageDataset, tiny: Tiny) -> torch.Tensor:
-    """This rank's gradients of the first step, as the optimizer would see them."""
+    """Return the gradients of the first step on this rank, as the optimizer gets them."""
     trainer = build_trainer(config, dataset, tiny)
     trainer.state.load(checkpoint.resolve(Path(config.resume)))
     batches = trainer._batches()
@@ -154,7 +154,7 @@ def gradient(config: TrainingConfig, dataset: ImageDataset, tiny: Tiny) -> torch
 def test_gradients_are_those_of_the_joined_batch(
     runs: Runs, tmp_path: Path, flowers: ImageDataset, kind: Kind, precision: str, tolerance: float
 ) -> None:
-    """Of weights that are not at their start, where most gradients are zero."""
+    """Compare gradients at trained weights, as most gradients of initial weights are zero."""
     start = runs.get(f"start-{kind}", 1, Tiny(kind), train_num_steps=8, num_samples=0)
     settings = {"resume": str(start), "mixed_precision": precision}
     [expected] = run_on_ranks(1, gradient, tiny_config(tmp_path / "a", **settings), flowers, Tiny(kind))

@@ -26,7 +26,7 @@ HEADLINE = "colours_8x8_frechet_distance"
 
 
 def train_and_evaluate(config: TrainingConfig, dataset: ImageDataset) -> None:
-    """By colours alone, which is quick."""
+    """Evaluate by colours alone, which is quick."""
     evaluator.load_features = lambda _name, _device: average_colours()  # type: ignore[attr-defined,assignment]
     train(config, dataset, EVALUATED)
 

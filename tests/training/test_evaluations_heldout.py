@@ -137,7 +137,7 @@ def test_without_the_flag_it_warns_once(gone_on: tuple[Path, str]) -> None:
 def test_a_run_that_went_on_stops_and_says_whether_its_best_is_there(
     alone: Path, gone_on: tuple[Path, str], tmp_path: Path, is_kept: bool, said: str
 ) -> None:
-    """It began without the flag, so that nothing was marked, and all but the newest checkpoints may be gone."""
+    """A run that began without the flag has no best checkpoint yet, and its older checkpoints may be missing."""
     shutil.copytree(gone_on[0], tmp_path / "run")
     best = min(rows(tmp_path / "run"), key=lambda row: row["heldout_loss"])["step"]
     if not is_kept:

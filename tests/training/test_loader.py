@@ -47,7 +47,7 @@ def fail() -> torch.Tensor:
 
 
 class Failing(Dataset[Any]):
-    """Its items are zeros up to the tenth batch of four."""
+    """A dataset of zeros that fails in one of the batches."""
 
     def __init__(self, failure: Callable[[], torch.Tensor]) -> None:
         self.failure = failure

@@ -73,7 +73,7 @@ def test_plain_draws_resume_byte_equal(tmp_path: Path, flowers: ImageDataset) ->
 
 
 class Normed(nn.Module):
-    """Has running means, which every forward pass in training moves."""
+    """A flow with running means, which every forward pass in training changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class WithFrozenHead(nn.Module):
 
 @register
 class FromElsewhere(WithFrozenHead):
-    """Whose constructor loads the frozen layer from a source of its own."""
+    """A network whose constructor loads the frozen layer from elsewhere."""
 
     def __init__(self, frozen_source: str) -> None:
         super().__init__()

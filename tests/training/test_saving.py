@@ -60,7 +60,7 @@ def test_a_last_step_that_the_disk_was_too_slow_for_is_a_failure(
 
 
 def test_saving_leaves_no_workers_behind(tmp_path: Path) -> None:
-    """Those of a second pool, beyond the cores, would slow down every step that follows."""
+    """A second pool of workers would slow down every later step."""
     run_on_ranks(1, save_with_several_workers, tmp_path)
 
 

@@ -21,7 +21,7 @@ TINY = "--dataset synthetic-flowers --image_size 8 --dim 8 --dim_mults 1 2 --glo
 
 
 def own(*of_each_rank: object) -> object:
-    """What this rank was given."""
+    """Return the argument of this rank."""
     return of_each_rank[PartialState().process_index]
 
 
@@ -82,7 +82,7 @@ def test_programs_refuse_different_flags(tmp_path: Path, name: str, commands: li
 
 
 def test_sampling_refuses_different_checkpoints_at_one_place(tmp_path: Path, flowers: ImageDataset) -> None:
-    """As where each machine has a run of its own under one name."""
+    """Each machine has another run under the same name."""
     for name, seed in (("a", 0), ("b", 1)):
         run_on_ranks(1, train, tiny_config(tmp_path / name, seed=seed, train_num_steps=1, num_samples=0), flowers)
     ended = run_on_ranks(2, sample_apart, tmp_path)

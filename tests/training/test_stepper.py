@@ -1,4 +1,4 @@
-"""What the processor asks of the device while it takes steps."""
+"""Tests of reads from and copies to the device during a step."""
 
 from pathlib import Path
 from typing import Any

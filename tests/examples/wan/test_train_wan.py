@@ -109,7 +109,7 @@ def test_the_loss_is_that_of_diffusers(model: Path) -> None:
 
 
 def test_our_euler_is_the_pipelines(model: Path) -> None:
-    """On a scheduler without a shift, whose noise levels are those of our grid."""
+    """Compare with a scheduler without a shift, which has the noise levels of the uniform grid."""
     wan = wan_of(model)
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_config(wan.pipeline.scheduler.config, shift=1.0)
     x, text, empty = torch.randn(1, *(wan.space.shape or ())), torch.randn(1, 7, 32), torch.randn(1, 7, 32)
