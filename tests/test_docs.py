@@ -348,13 +348,6 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_what_does_not_run_is_found(prepared: Path) -> None:
-    with pytest.raises(AssertionError, match="there is no checkpoint at runs/nowhere"):
-        run_command("sample.py", ["--checkpoint", "runs/nowhere"], prepared)
-    with pytest.raises(AssertionError, match="ZeroDivisionError"):
-        run_on_ranks(1, _execute, "1 / 0", prepared)
-
-
 @pytest.mark.parametrize(
     "page",
     [pytest.param(page, marks=pytest.mark.slow if str(page.relative_to(ROOT)) in SLOW_PAGES else ()) for page in PAGES],
