@@ -179,18 +179,6 @@ def test_a_file_that_differs_from_the_first_counts_as_broken(tmp_path: Path, cha
         FieldFolder(tmp_path).load(1)
 
 
-def test_subfolders_are_classes_and_metadata_are_columns(tmp_path: Path) -> None:
-    for name in ("dry/1.npy", "wet/1.npy", "wet/more/2.npy"):
-        save(tmp_path / name, np.zeros((4, 4), np.float32))
-    (tmp_path / "metadata.csv").write_text("file_name,depth\nwet/1.npy,3.5\n")
-    (tmp_path / "photo.jpg").write_text("another format")
-    folder = FieldFolder(tmp_path)
-    assert folder.class_names == ["dry", "wet"]
-    assert [folder.load(index)[1] for index in range(len(folder))] == [0, 1, 1]
-    assert [value for value, _ in folder.read_table().read("depth")] == [None, "3.5", None]
-    assert folder.notes[0] == "left out 1 jpg files of other formats, such as photo.jpg"
-
-
 def npy(values: Any) -> bytes:
     content = io.BytesIO()
     np.save(content, values)
