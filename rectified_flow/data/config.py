@@ -55,8 +55,9 @@ class DataConfig(Flags):
     """Probability of each augmentation; the network is conditioned on it. Try 0.15 on small data."""
     holdout: Annotated[Fraction, flag(for_pictures=True)] = 0.0
     """Fraction of the images to hold out, to detect memorisation."""
-    data_seed: Annotated[Seed | None, default_is("--seed")] = None
-    """Seed of the held-out images, of unpaired sources, and of the choice among several captions."""
+    data_seed: Annotated[Seed | None, tyro.conf.Fixed, tyro.conf.Suppress] = None
+    """Seed of the held-out images, of unpaired sources, and of the choice among several captions: ``--seed`` when the
+    run began. No flag; a run and its students keep it."""
     skip_broken_images: bool = False
     """Skip pictures that cannot be decoded, or have no partner with --paired, instead of stopping."""
     exclude: Annotated[tuple[str, ...], tyro.conf.arg(metavar="LIST.txt | NAME ..."), default_is("none")] = ()
