@@ -2,8 +2,8 @@
 
 from rectified_flow.condition import Labels as Labels
 from rectified_flow.condition import Picture as Picture
+from rectified_flow.data.open import OxfordFlowersDataset as OxfordFlowersDataset
 from rectified_flow.data.open import open_dataset as open_dataset
-from rectified_flow.data.oxford_flowers import OxfordFlowersDataset as OxfordFlowersDataset
 from rectified_flow.data.source import ImageSource as ImageSource
 from rectified_flow.data.store import ImageDataset as ImageDataset
 from rectified_flow.errors import RunError as RunError

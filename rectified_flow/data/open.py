@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from accelerate import PartialState
 
+from rectified_flow.data import OXFORD_FLOWERS
 from rectified_flow.data.build import open_store
 from rectified_flow.data.framing import Crop, Framing
 from rectified_flow.data.metadata import Table
@@ -22,6 +23,9 @@ from rectified_flow.registry import find, names, parameters_of
 from rectified_flow.system.files import printable, usable_path
 from rectified_flow.system.pictures import content_of
 from rectified_flow.system.terminal import escaped
+
+FRAMING = ("image_size", "aspect_ratio", "alpha", "crop")
+"""Arguments that decide the framing of the pictures."""
 
 
 def open_dataset(
@@ -71,23 +75,36 @@ def open_dataset(
         raise type(error)(re.sub(r"--(?=[a-z])", "", str(error))) from error  # a flag has the name of its parameter
 
 
+class OxfordFlowersDataset(ImageDataset):
+    """Oxford Flowers 102 as uint8 images ``[3, image_size, image_size]`` with labels and true flower names.
+
+    Args:
+        image_size: side in pixels.
+        split: ``train`` or ``test``.
+        source: a hub id, or a local folder of the same layout.
+        options: further arguments of :func:`rectified_flow.open_dataset`, such as ``cache_dir``.
+
+    Raises:
+        UsageError: if the source cannot be read.
+    """
+
+    def __init__(
+        self, image_size: int = 64, split: str = "train", source: str | Path = OXFORD_FLOWERS, **options: Any
+    ) -> None:
+        opened = open_dataset(str(source), image_size=image_size, split=split, **options)
+        super().__init__(opened.path, opened.arguments)
+
+
 def open_images(source: ImageSource | None = None, **given: Any) -> ImageDataset:
     """Open a dataset by the arguments of :func:`open_dataset`; errors speak of flags."""
     arguments = {name: as_plain(value) for name, value in given.items()}
-    if "" in (arguments.get("dataset_path"), arguments.get("cache_dir")):  # an empty path would be the current folder
+    if "" in (arguments["dataset_path"], arguments["cache_dir"]):  # an empty path would be the current folder
         raise UsageError("--dataset_path or --cache_dir is empty: check whether a variable is unset")
-    how = {name: arguments[name] for name in ("skip_broken_images", "exclude") if name in arguments}
-    cache = None if arguments.get("cache_dir") is None else Path(arguments["cache_dir"])
+    how = {name: arguments[name] for name in ("skip_broken_images", "exclude")}
+    cache = None if arguments["cache_dir"] is None else Path(arguments["cache_dir"])
     source = find_source(**arguments) if source is None else source
-    store = open_store(source, _framing(**arguments), cache_dir=cache, **how)
-    return ImageDataset(store, arguments)
-
-
-def _framing(
-    image_size: int, aspect_ratio: str = "1:1", alpha: bool = False, crop: Crop = "center", **_others: Any
-) -> Framing:
-    """Return the framing that arguments of :func:`open_dataset` ask for."""
-    return Framing.of(image_size, aspect_ratio, alpha=alpha, crop=crop)
+    framing = Framing.of(**{name: arguments[name] for name in FRAMING})
+    return ImageDataset(open_store(source, framing, cache_dir=cache, **how), arguments)
 
 
 def read_table(pictures: ImageDataset, source: ImageSource | None = None) -> Table:
@@ -123,7 +140,7 @@ def find_source(dataset: str, dataset_path: str | Path | None = None, **argument
     if dataset_path is not None:
         source = _find_folder(Path(dataset_path), split, arguments)
     elif dataset == SYNTHETIC_FLOWERS:
-        source = SyntheticFlowers(2 * max(_framing(**arguments).stored_size))
+        source = SyntheticFlowers(2 * max(Framing.of(**{name: arguments[name] for name in FRAMING}).stored_size))
     elif os.path.isdir(dataset):
         raise UsageError(f"--dataset {dataset} is a folder: pass it as --dataset_path {dataset}")
     else:

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from rectified_flow.data.open import open_dataset
-from rectified_flow.data.oxford_flowers import OxfordFlowersDataset
+from rectified_flow.data.open import OxfordFlowersDataset, open_dataset
 from rectified_flow.data.sources.folder import PictureFolder
 from rectified_flow.data.sources.synthetic_flowers import SPECIES, SyntheticFlowers
 from rectified_flow.errors import UsageError
