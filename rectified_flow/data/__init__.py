@@ -1,3 +1,14 @@
-"""Data: from a hub id, a folder or our own drawing to a uint8 memory map and a deterministic stream over it."""
+"""Data: from files to batches.
+
+A picture passes through these modules in order:
+
+- ``open`` finds the source that the arguments name. ``source`` is the contract of a source.
+- ``build`` decodes each picture once, into a store.
+- ``store`` reads a batch of the store, with its conditions.
+- ``stream`` decides which pictures each batch has.
+
+``format`` describes the files of a store. ``fill`` writes a store on all processes, also for latents, captions and the
+data of a teacher.
+"""
 
 OXFORD_FLOWERS = "nelorth/oxford-flowers"
