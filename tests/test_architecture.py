@@ -1,4 +1,4 @@
-"""Imports run one way, and model code loads little."""
+"""Tests of the imports of the package: their direction, and the modules that model code loads."""
 
 import ast
 import subprocess

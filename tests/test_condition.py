@@ -1,4 +1,4 @@
-"""Conditions: their value for none, what is drawn, what is dropped, and how a network takes them."""
+"""Tests of conditions: missing values, draws, dropout and embeddings."""
 
 import pytest
 import torch

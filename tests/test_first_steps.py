@@ -1,4 +1,4 @@
-"""docs/first_steps.ipynb: its cells run in order, as in a browser, and it is kept without outputs."""
+"""Tests of docs/first_steps.ipynb: its cells run in order, and it is saved without outputs."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Flags that are paths: a home folder is found, and what can be no path is refused by name, in every config."""
+"""Tests of flags that are paths, in every config."""
 
 import os
 from dataclasses import is_dataclass

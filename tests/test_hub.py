@@ -1,4 +1,4 @@
-"""Models for the Hugging Face hub, and the cards that they carry."""
+"""Tests of models for the Hugging Face hub, and of their cards."""
 
 import json
 from collections.abc import Sequence

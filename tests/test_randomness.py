@@ -1,4 +1,4 @@
-"""Draws are a function of (seed, purpose, step) and of the row, of nothing else."""
+"""Tests of draws as functions of seed, purpose, step and row."""
 
 from contextlib import suppress
 

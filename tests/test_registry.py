@@ -1,4 +1,4 @@
-"""Kinds by name: what is described is built again, and nothing else is ever built or imported."""
+"""Tests of registered classes: descriptions are built again, and nothing else is built or imported."""
 
 import importlib
 import json

@@ -1,4 +1,4 @@
-"""A kind of data in a folder of its own: the programs for pictures work in a copy of the package without it."""
+"""Tests of a copy of the package without the folder of a kind of data."""
 
 import shutil
 import subprocess

@@ -1,4 +1,4 @@
-"""No program removes or changes a file that the project did not write, in whichever folder a flag names."""
+"""Tests that no program removes or changes a file of a user, in whichever folder a flag names."""
 
 import ctypes
 import json

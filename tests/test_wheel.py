@@ -1,4 +1,4 @@
-"""The wheel: it holds all that the programs need, and works where nothing else of the repository is."""
+"""Tests of the wheel: its files, and its programs outside of the repository."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The benchmarks: whose turn it is, where the table goes, and that each one still runs."""
+"""Tests of the benchmarks: imports, time limits, and the checks of a first run on a GPU."""
 
 import importlib
 import subprocess

@@ -1,4 +1,4 @@
-"""Parts are chosen by their registered names, and flags that a part has no argument for are refused."""
+"""Tests of parts chosen by their registered names, and of their options."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The command line of the programs: flags from a file, modules of your own, and answers before torch is imported."""
+"""Tests of the command line: flags from a file, imported modules, help, and names of programs."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""evaluate.py: the same numbers on 1 and 2 processes, written down once."""
+"""Tests of evaluate.py: results on one and two processes, held-out pictures, and the saved results."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""export.py: the program returns what the flow returns, for any batch; and what is refused."""
+"""Tests of export.py: the exported program returns what the flow returns."""
 
 import hashlib
 import json

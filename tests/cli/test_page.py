@@ -1,4 +1,4 @@
-"""An exported page in a browser: its pictures are those of sample.py, its controls work, and nothing is fetched."""
+"""Tests of an exported page in a browser: its pictures, its controls and its requests."""
 
 from collections.abc import Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer

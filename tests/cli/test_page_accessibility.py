@@ -1,4 +1,4 @@
-"""An exported page by the Web Content Accessibility Guidelines, level AA, and by keyboard."""
+"""Tests of an exported page by the Web Content Accessibility Guidelines, level AA, and by keyboard."""
 
 from collections.abc import Callable
 from pathlib import Path

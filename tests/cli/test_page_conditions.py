@@ -1,4 +1,4 @@
-"""The conditions of an exported page: words, ranges and inputs are those of Python, and the controls work."""
+"""Tests of the conditions of an exported page: texts, numbers and labels."""
 
 from pathlib import Path
 from typing import Any

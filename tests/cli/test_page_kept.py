@@ -1,4 +1,4 @@
-"""Links to an exported page, downloads from it, its loading, and the page without a network."""
+"""Tests of links to an exported page, of downloads from the page, and of the page without a network."""
 
 import json
 import sys

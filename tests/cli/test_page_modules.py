@@ -1,4 +1,4 @@
-"""The modules of an exported page in Node: their noise, words, samplers and metadata are those of Python."""
+"""Tests of the modules of an exported page in Node: noise, words, samplers and metadata equal those of Python."""
 
 import hashlib
 import json

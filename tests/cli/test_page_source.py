@@ -1,4 +1,4 @@
-"""An exported page with the visitor's picture: results are those of sample.py, and what is not painted over stays."""
+"""Tests of an exported page with the picture of a visitor."""
 
 import subprocess
 import sys

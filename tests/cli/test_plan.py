@@ -1,4 +1,4 @@
-"""The plan is a function of counted facts and measured speeds: the choices of measured runs, and what limits them."""
+"""Tests of the plan as a function of counted facts and measured speeds."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Settings that suit the pictures and the time are chosen unless a flag sets them, and a resumed run keeps them."""
+"""Tests of settings that the program chooses unless a flag sets them, and that a resumed run keeps."""
 
 from pathlib import Path
 

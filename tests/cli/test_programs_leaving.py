@@ -1,4 +1,4 @@
-"""How a program ends: its exit code, and within a limit even if the other processes do not answer."""
+"""Tests of the end of a program: exit codes, error messages and time limits."""
 
 import errno
 import subprocess

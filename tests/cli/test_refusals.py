@@ -1,4 +1,4 @@
-"""Every program refuses flags that do not fit by one sentence and exit code 2, before it writes anything."""
+"""Tests of flags that a program refuses in one sentence and with exit code 2, before it writes anything."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

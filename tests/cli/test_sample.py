@@ -1,4 +1,4 @@
-"""sample.py: from a checkpoint to numbered pictures, alike on 1 and 2 processes; and what it refuses."""
+"""Tests of sample.py: pictures that say how they were generated, their nearest training pictures, and autoguidance."""
 
 import shutil
 import sys

@@ -1,4 +1,4 @@
-"""Training on paths or pairs of a teacher: they are what the teacher makes, and any number of processes draws them."""
+"""Tests of training on paths or pairs of a teacher, which any number of processes draws."""
 
 import json
 import os

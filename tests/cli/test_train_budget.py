@@ -1,4 +1,4 @@
-"""A run in a given time: its plan is fixed when it starts, on any number of processes."""
+"""Tests of a run in a given time, whose plan is fixed when the run starts."""
 
 import json
 from contextlib import redirect_stdout, suppress

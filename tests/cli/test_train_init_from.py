@@ -1,4 +1,4 @@
-"""Starting from the weights of another run: what fits is taken, and what does not is named."""
+"""Tests of runs that start from the weights of another run."""
 
 from contextlib import redirect_stdout
 from io import StringIO

@@ -1,4 +1,4 @@
-"""Runs that go on after a damaged checkpoint, a full disk, and with other flags than they began with."""
+"""Tests of runs that resume after a damaged checkpoint or a full disk, or with other flags."""
 
 from pathlib import Path
 from typing import Any

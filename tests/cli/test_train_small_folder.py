@@ -1,4 +1,4 @@
-"""The first command on one's own few pictures: whatever they are, it trains, and says what it could not do."""
+"""Tests of the first command on a small folder of pictures."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Tests of rectangles, transparency and crops, and of ``--look`` and ``--dry_run``, which do not create a run."""
+"""Tests of rectangles, transparency and crops, and of ``--look``, which creates no run."""
 
 from collections.abc import Callable
 from contextlib import redirect_stdout

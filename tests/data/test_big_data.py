@@ -1,4 +1,4 @@
-"""Fifteen million images, simulated by files with holes, in eight processes at once."""
+"""Tests of fifteen million images, simulated by files with holes, in eight processes at once."""
 
 import json
 import multiprocessing

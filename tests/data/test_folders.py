@@ -1,4 +1,4 @@
-"""Folders as they lie on disks: splits, labels beside pictures, by-products of systems, formats, and odd files."""
+"""Tests of folders of users: splits, labels beside pictures, by-products of systems, formats and odd files."""
 
 import io
 import struct

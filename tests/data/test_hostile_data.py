@@ -1,4 +1,4 @@
-"""Pictures, names, labels and rows that are not as they should be: a sentence names each, and nothing waits for it."""
+"""Tests of damaged pictures, odd names, labels and rows: each is named in a sentence."""
 
 import io
 import os

@@ -1,4 +1,4 @@
-"""Columns beside pictures: how files are read, kinds, gaps and captions; and bad metadata."""
+"""Tests of columns beside pictures: formats, kinds, gaps, captions and bad metadata."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Stores: decoded once, whole or absent, shared by every process."""
+"""Tests of stores: pictures are decoded once, and all processes share them."""
 
 import multiprocessing
 import os

@@ -1,4 +1,4 @@
-"""Agreement with conditions, on features whose scores are known."""
+"""Tests of the agreement with conditions, on features whose scores are known."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

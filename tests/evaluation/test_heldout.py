@@ -1,4 +1,4 @@
-"""The loss on held-out pictures: its value, its noise, and what follows from it."""
+"""Tests of the loss on held-out pictures, and of the decision that a run memorises."""
 
 from typing import Any
 

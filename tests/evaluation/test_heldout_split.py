@@ -1,4 +1,4 @@
-"""Held-out pictures: which ones, whatever else is in the folder, and no copy of a training picture among them."""
+"""Tests of the split into training and held-out pictures, which share no near-duplicates."""
 
 import io
 

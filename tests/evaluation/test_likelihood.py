@@ -1,4 +1,4 @@
-"""The likelihood of pictures: exact for Gaussian data, and the same in any batch and on any number of processes."""
+"""Tests of the likelihood of pictures, which is exact for Gaussian data."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Couplings: least cost, within a class, over the global batch."""
+"""Tests of couplings: least cost, classes, and the global batch."""
 
 from itertools import permutations
 

@@ -1,4 +1,4 @@
-"""Distillation against closed forms, and the points and times that it draws from a path."""
+"""Tests of distillation against closed forms, and of the points and times drawn from a path."""
 
 from collections import Counter
 from typing import Any

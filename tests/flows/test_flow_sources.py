@@ -1,4 +1,4 @@
-"""Flows from pictures to pictures: a known map between Gaussians, starts and conditions, and coupled sources."""
+"""Tests of flows from pictures to pictures: a known map between Gaussians, starts, conditions and couplings."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Mean flow against closed forms: every objective of the family, and the slips that are easily made."""
+"""Tests of mean flow against closed forms, for every objective."""
 
 from contextlib import nullcontext
 from typing import Any, get_args

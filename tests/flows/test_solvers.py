@@ -1,4 +1,4 @@
-"""Solvers on Gaussian data, whose flow map is known."""
+"""Tests of solvers on Gaussian data, whose flow map is known."""
 
 from itertools import pairwise
 from math import log2

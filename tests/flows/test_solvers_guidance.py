@@ -1,4 +1,4 @@
-"""Guidance: the formula, when it acts, and what it costs."""
+"""Tests of guidance: the formula, the interval, and the number of calls."""
 
 import pytest
 import torch

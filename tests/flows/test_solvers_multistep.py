@@ -1,4 +1,4 @@
-"""The multistep solvers: exact values, singular ends, masks and guidance."""
+"""Tests of the multistep solvers: exact values, singular ends, masks and guidance."""
 
 from math import log2
 from typing import Any

@@ -1,4 +1,4 @@
-"""Time distributions against their closed forms."""
+"""Tests of time distributions against their closed forms."""
 
 import pytest
 import torch

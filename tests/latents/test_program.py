@@ -1,4 +1,4 @@
-"""Latents from the pictures to the samples: encoded once by any number of processes, trained on, drawn, measured."""
+"""Tests of runs on latents, which any number of processes encodes once."""
 
 import errno
 import json

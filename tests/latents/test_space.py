@@ -1,4 +1,4 @@
-"""Latents: what training draws of a stored distribution, and the way back to pictures."""
+"""Tests of the space of latents: draws from a stored distribution, and decoding."""
 
 import json
 

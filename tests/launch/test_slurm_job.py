@@ -1,4 +1,4 @@
-"""The Slurm job, with stand-ins for Slurm's commands and torchrun; ``make several-machines`` runs it under Slurm."""
+"""Tests of the Slurm job with stand-ins for Slurm's commands and torchrun."""
 
 import os
 import subprocess

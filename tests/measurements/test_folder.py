@@ -1,4 +1,4 @@
-"""Folders of fields: values are kept, files are written as they were read, and damaged files raise errors."""
+"""Tests of folders of fields: exact values, written files, and damaged files."""
 
 import dataclasses
 import io

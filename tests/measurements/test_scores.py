@@ -1,4 +1,4 @@
-"""Scores of fields, on waves, noise and shifts whose scores are known in closed form."""
+"""Tests of scores of fields on waves, noise and shifts, whose scores are known in closed form."""
 
 from collections.abc import Callable
 from math import isfinite, log10, nan, pi

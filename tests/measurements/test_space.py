@@ -1,4 +1,4 @@
-"""The space of measurements, and the loss on known values alone."""
+"""Tests of the space of measurements, and of the loss on known values."""
 
 import math
 from typing import Any

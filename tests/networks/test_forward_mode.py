@@ -1,4 +1,4 @@
-"""Layers with derivatives of their own, against PyTorch's."""
+"""Tests of layers with derivatives of their own against the layers of PyTorch."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The form of a norm in code compiled for a GPU, against the other: here on a CPU, with the switch turned by hand."""
+"""Tests of the form of a norm in code compiled for a GPU against the eager form, both on a CPU."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""A model's folder in diffusers: its pictures are those of sample.py, and what it refuses."""
+"""Tests of a saved model as a pipeline of diffusers."""
 
 import hashlib
 import runpy

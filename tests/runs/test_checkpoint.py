@@ -1,4 +1,4 @@
-"""Checkpoints are whole or absent, found in order, and refused when damaged."""
+"""Tests of checkpoints, which are whole or absent, found in order, and refused when damaged."""
 
 import json
 import multiprocessing

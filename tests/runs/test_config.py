@@ -1,4 +1,4 @@
-"""Flags: the set is frozen, what they say is checked, and the batch arithmetic adds up."""
+"""Tests of flags: their names, their ranges, and the arithmetic of batches."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The stored data of trackers, read from their files: the flags, every line of metrics, and the grids of samples."""
+"""Tests of the stored data of trackers: flags, metrics and grids of samples."""
 
 import json
 import sqlite3

@@ -1,4 +1,4 @@
-"""A run resumes only as the run that it is; what may change is reported."""
+"""Tests of resuming: another flow is refused, and changed settings are reported."""
 
 from contextlib import redirect_stdout
 from dataclasses import asdict

@@ -1,4 +1,4 @@
-"""Augmentation: each change is what it says, the numbers tell of it, and it does not leak into what is generated."""
+"""Tests of augmentation: the changes, their numbers, and samples without them."""
 
 import math
 

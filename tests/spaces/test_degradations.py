@@ -1,4 +1,4 @@
-"""Degradations: what they leave of a picture, and random holes that are functions of the step."""
+"""Tests of degradations, and of random holes as functions of the step."""
 
 import pytest
 import torch

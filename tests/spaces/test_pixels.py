@@ -1,4 +1,4 @@
-"""Pixels: between stored pictures, what a flow works on, and pictures to look at."""
+"""Tests of the space of pixels: encoding, rendering, mirroring and crops."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The study of the small autoencoder: its pictures are apart, and its training resumes."""
+"""Tests of the study of the small autoencoder: the split of its pictures, and resumed training."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The gallery: its sections are read from the page, and pictures are made from the output of the commands."""
+"""Tests of the gallery: sections of the page, commands and pictures."""
 
 from pathlib import Path
 

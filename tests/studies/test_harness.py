@@ -1,4 +1,4 @@
-"""The harness of studies: rows, resuming, failures, and what a person reads."""
+"""Tests of the harness of studies: rows, resumed rows, failures and tables."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Every study at toy size: a training of a step or two, and its figures."""
+"""Tests of every study at toy size: a training of a step or two, and its figures."""
 
 from collections.abc import Iterator
 from pathlib import Path

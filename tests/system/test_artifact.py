@@ -1,4 +1,4 @@
-"""An artifact is whole or absent, resumes, is verified, and never costs a user a file."""
+"""Tests of artifacts, which are whole or absent, resume, and never replace files of a user."""
 
 import json
 import os

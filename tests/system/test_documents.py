@@ -1,4 +1,4 @@
-"""A document that is read back has the types it was written with, or is refused in a sentence."""
+"""Tests of documents that are read with the types they were written with."""
 
 import json
 from dataclasses import dataclass, field

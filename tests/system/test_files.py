@@ -1,4 +1,4 @@
-"""Files are whole or absent, whoever else writes there, and only regular ones are read."""
+"""Tests of files that are whole or absent, and of reading regular files only."""
 
 import multiprocessing
 import os

@@ -1,4 +1,4 @@
-"""Two programs at once in one folder: the second waits or is refused, whoever started it."""
+"""Tests of two programs at once in one folder."""
 
 import json
 import multiprocessing

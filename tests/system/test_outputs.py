@@ -1,4 +1,4 @@
-"""The record of an output folder: nothing foreign is replaced, and no name is lost."""
+"""Tests of the record of an output folder."""
 
 import fcntl
 import json

@@ -1,4 +1,4 @@
-"""A picture of any mode and size becomes a row of a store."""
+"""Tests of pictures of any mode and size as rows of a store."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A signal sets a flag; work that can be given up polls it."""
+"""Tests of signals, which set a flag that interruptible work polls."""
 
 import multiprocessing
 import os

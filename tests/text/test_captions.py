@@ -1,4 +1,4 @@
-"""Captions: the vectors of encoders, their masks, and what a network does with them."""
+"""Tests of captions: vectors of encoders, masks, and networks with captions."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A loss or gradient that is not finite, on any rank, changes nothing on any rank."""
+"""Tests of losses and gradients that are not finite: such a step changes nothing on any rank."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The same run whatever the number of processes, and whatever interrupts it."""
+"""Tests that a run is the same for any number of processes, and after an interruption."""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""--evaluate_every: measured on all ranks alike, written down, and the best checkpoint kept."""
+"""Tests of ``--evaluate_every``: results in the run's folder, and the best checkpoint."""
 
 import json
 from contextlib import redirect_stdout

@@ -1,4 +1,4 @@
-"""A run that memorises says so or ends, on any number of processes and whatever interrupts it."""
+"""Tests of a run that memorises: it warns or stops, also when it resumes."""
 
 import json
 import shutil

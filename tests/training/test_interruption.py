@@ -1,4 +1,4 @@
-"""Asked to end, on any rank and at any time, all ranks save the same step; the run resumes as if never stopped."""
+"""Tests of a signal on any rank: all ranks save the same step, and the run resumes."""
 
 import json
 import os

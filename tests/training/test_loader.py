@@ -1,4 +1,4 @@
-"""Loader processes that fail end the run in a sentence: none is waited for, and none stays behind."""
+"""Tests of loader processes that fail: the run ends in a sentence, and no process stays behind."""
 
 import multiprocessing
 import os

@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules: those of the flags, and your own."""
+"""Tests of optimizers and learning-rate schedules, chosen by flags or given in Python."""
 
 import json
 from dataclasses import replace

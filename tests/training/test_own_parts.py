@@ -1,4 +1,4 @@
-"""Flows and networks of your own: plain random draws, frozen parameters, and weights that would lose updates."""
+"""Tests of custom flows and networks: plain random draws, frozen parameters, and weights in half precision."""
 
 import shutil
 from dataclasses import replace

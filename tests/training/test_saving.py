@@ -1,4 +1,4 @@
-"""Checkpoints are written while the weights go on changing."""
+"""Tests of checkpoints that are written while the weights change."""
 
 import threading
 from collections.abc import Callable

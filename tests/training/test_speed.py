@@ -1,4 +1,4 @@
-"""The speed of a training and its memory, measured on small batches and scaled to the batch."""
+"""Tests of the measured speed and memory of a training, scaled to the batch."""
 
 import contextlib
 from collections.abc import Callable

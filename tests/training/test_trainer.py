@@ -1,4 +1,4 @@
-"""The trainer with other people's datasets and flows, and what it does at the edges."""
+"""Tests of the trainer with other datasets and flows, precisions, previews and resumed runs."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The example on point clouds: closed forms on the sphere, the network's symmetry, and the trainer's promises."""
+"""Tests of the example on point clouds: closed forms on the sphere, symmetry, and resumed runs."""
 
 from pathlib import Path
 

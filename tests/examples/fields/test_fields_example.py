@@ -1,4 +1,4 @@
-"""The example on random fields: their law, and the comparison of samples with it."""
+"""Tests of the example on random fields: their law, and the comparison of samples with the law."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The example on text lines: the trainer's promises hold, and the model learns."""
+"""Tests of the example on text lines: resumed runs, and the accuracy of the model."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""The example on Wan: on tiny models of the same classes, its numbers are those of diffusers."""
+"""Tests of the example on Wan, on tiny models, against diffusers."""
 
 import errno
 import shutil
