@@ -12,7 +12,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import pairwise
@@ -495,34 +495,18 @@ def choose_named(flag: str, base: type, text: str) -> Any:
     name, colon, value = text.partition(":")
     known = {each.lower(): each for each in names(base)}
     target = find(flag, base, known.get(name.lower(), name))
-    parameters = list(parameters_of(target))
-    if colon and not parameters:
-        raise UsageError(f"--{flag} {text}: {name} takes no value; pass {name}")
-    options = [f"{parameters[0]}={value}"] if colon else []
+    options = [f"{next(iter(parameters_of(target)), name)}={value}"] if colon else []
     return Choice(flag, target, typed_options(flag, target, options)).build()
 
 
-def arguments_from(group: Flags, target: Any, ours: type, flags: Mapping[str, str]) -> dict[str, Any]:
-    """Return arguments of a class that flags of their own set, such as ``--dim`` of the Unet.
-
-    Defaults of the flags are for ``ours`` and its subclasses; other classes have defaults of their own.
-
-    Args:
-        group: the flags.
-        target: the class to build.
-        ours: the class that the flags belong to.
-        flags: names of flags by argument.
+def arguments_from(group: Flags, names: Iterable[str], target: Any) -> dict[str, Any]:
+    """Return the flags that are set, of those with the name of an argument of a class.
 
     Raises:
-        UsageError: if a flag is given whose argument the class does not have.
+        UsageError: if one is set, and the class does not have the argument.
     """
-    defaults = {each.name: each.default for each in fields(group)}
-    accepted, arguments = parameters_of(target), {}
-    for argument, flag in flags.items():
-        value = getattr(group, flag)
-        given = value != defaults[flag]
-        if argument not in accepted:
-            refuse({flag: given}, f"has no effect: {target.__name__} has no argument {argument}; leave it out")
-        elif given or issubclass(target, ours):
-            arguments[argument] = value
-    return arguments
+    values = {name: getattr(group, name) for name in names}
+    given = {name: value for name, value in values.items() if value != getattr(type(group), name)}
+    for name in given.keys() - parameters_of(target).keys():
+        raise UsageError(f"--{name} has no effect: {target.__name__} has no argument {name}; leave it out")
+    return given

@@ -9,7 +9,7 @@ from accelerate import PartialState
 from accelerate.utils import set_seed
 from torch import nn
 
-from rectified_flow.cli.config import FlowConfig, Method, NetworkConfig, TrainConfig
+from rectified_flow.cli.config import Method, NetworkConfig, TrainConfig
 from rectified_flow.cli.data import build_space, choose_degradation
 from rectified_flow.cli.flags.sampling import SamplingConfig, SolverConfig
 from rectified_flow.condition import ConditionSpecs, Picture, chosen
@@ -30,7 +30,6 @@ from rectified_flow.spaces.space import Space
 CONDITION_DROPOUT = 0.1
 TIMES = {"logit_normal": "LogitNormal", "uniform": "Uniform", "u_shaped": "UShaped"}
 """Short names of time distributions."""
-UNET_FLAGS = {"dim": "dim", "dim_mults": "dim_mults", "dropout": "dropout"}
 
 
 @dataclass(frozen=True)
@@ -174,8 +173,9 @@ def choose_network(config: NetworkConfig) -> Choice:
         UsageError: if it is not registered, or a flag does not fit it.
     """
     choice = choose("network", nn.Module, config.network, but=Flow)  # flows are modules, too
-    flags = arguments_from(config, choice.target, Unet, UNET_FLAGS)
-    return Choice(choice.flag, choice.target, flags | dict(choice.arguments))
+    given = arguments_from(config, ("dim", "dim_mults", "dropout"), choice.target)
+    own = {"dropout": config.dropout} if issubclass(choice.target, Unet) else {}  # the class has none by default
+    return replace(choice, arguments=own | given | dict(choice.arguments))
 
 
 def choose_flow(config: TrainConfig) -> Choice:
@@ -189,12 +189,8 @@ def choose_flow(config: TrainConfig) -> Choice:
     choice = choose("flow", Flow, (name or method.flow.__name__, *options))
     target, known = choice.target, parameters_of(choice.target)
     arguments = dict(method.arguments) if issubclass(target, method.flow) else {}
-    given: dict[str, Any] = {"prediction": flags.prediction, "coupling": flags.coupling}
-    given |= {"guidance_scale": flags.guidance_scale} if config.teacher.teacher is None else {}  # else the teacher's
-    for name, value in given.items():
-        if value != getattr(FlowConfig, name):
-            refuse({name: name not in known}, f"has no effect: {target.__name__} has no argument {name}; leave it out")
-            arguments[name] = value
+    of_teacher = {"guidance_scale"} if config.teacher.teacher is not None else set()
+    arguments |= arguments_from(flags, {"prediction", "coupling", "guidance_scale"} - of_teacher, target)
     if "time_distribution" not in known:
         refuse({"time_distribution": flags.time_distribution}, f"has no effect: {target.__name__} draws no times")
     elif flags.time_distribution or method.times != "logit_normal":
@@ -203,4 +199,4 @@ def choose_flow(config: TrainConfig) -> Choice:
         times = choose("time_distribution", TimeDistribution, (TIMES.get(name, name), *options))
         defaults = {key: value for key, value in method.time_arguments.items() if key in parameters_of(times.target)}
         arguments["time_distribution"] = replace(times, arguments=defaults | dict(times.arguments)).build()
-    return Choice(choice.flag, target, arguments | dict(choice.arguments))
+    return replace(choice, arguments=arguments | dict(choice.arguments))
