@@ -23,7 +23,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-SLOWEST = ("launch/", "contract/", "training/", "test_docs")
+SLOWEST = ("launch/", "contract/", "training/", "test_docs", "test_user_files")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
