@@ -55,7 +55,7 @@ def test_a_run_in_a_given_time(world_size: int, pictures: Path, tmp_path: Path) 
     run_on_ranks(world_size, train, f"{words} 1s")
     flags = flags_of(tmp_path / "run")
     steps = flags["train_num_steps"]
-    assert (flags["optimizer"], flags["lr_decay"], flags["dim"]) == ("muon", "cosine", 8)
+    assert (flags["optimizer"], flags["lr_decay"], flags["dim"]) == (["muon"], "cosine", 8)
     assert flags["global_batch_size"] == 8 * world_size
     assert "budget" not in flags, "the number of steps is what determines the run"
     assert (tmp_path / f"run/checkpoints/step_{steps:08}").is_dir()
