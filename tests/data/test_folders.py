@@ -14,6 +14,8 @@ import pytest
 import tifffile
 from PIL import Image
 
+from rectified_flow.cli.data import with_space
+from rectified_flow.data.config import DataConfig
 from rectified_flow.data.open import open_dataset, space_of_folder
 from rectified_flow.data.pairs import pair_by_name
 from rectified_flow.data.sources.folder import PictureFolder
@@ -194,6 +196,13 @@ def test_caches_of_captioning_programs_beside_pictures_are_no_data(tmp_path: Pat
     for number in range(13, 20):  # no file is called 1.jpg's, such as 1_te.npz
         odd_file(tmp_path, f"{number}.npz")
     assert space_of_folder(tmp_path) == "Fields"
+
+
+def test_the_size_of_the_first_picture_can_be_that_of_all(tmp_path: Path) -> None:
+    picture(tmp_path / "1.png", (30, 20))
+    picture(tmp_path / "2.png", (40, 40))
+    config = with_space(DataConfig(dataset_path=tmp_path, image_size=0))
+    assert (config.image_size, config.aspect_ratio, config.framing.size_text) == (20, "3:2", "30x20")
 
 
 @pytest.mark.parametrize(("one", "other"), [((60, 40), (40, 40)), ((40, 60), (60, 40)), ((40, 40), (40, 43))])

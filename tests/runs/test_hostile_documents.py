@@ -114,7 +114,7 @@ NONSENSE: list[tuple[Reader, str, str, list[Any]]] = [
     (sample, FLOW, "network.conditions.labels.names", [["a"], [1, 2], "ab"]),
     (evaluate, CONFIG, "training", [None, []]),
     (evaluate, CONFIG, "data", [None, [], {"dataset": 3}]),
-    (evaluate, CONFIG, "data.image_size", ["8", 8.5, -8, 0]),
+    (evaluate, CONFIG, "data.image_size", ["8", 8.5, -8]),
     (evaluate, CONFIG, "data.cache_dir", [3, []]),
     (reflow, CONFIG, "training", [[], {}, "dim", None]),
     (reflow, CONFIG, "training.dim", ["8", 8.5, [8], -8, None]),
