@@ -17,8 +17,8 @@ from rectified_flow.hub import load_pretrained as load_pretrained
 from rectified_flow.hub import push_to_hub as push_to_hub
 from rectified_flow.hub import save_pretrained as save_pretrained
 from rectified_flow.latents.autoencoders import Autoencoder as Autoencoder
-from rectified_flow.latents.autoencoders import Haar as Haar
 from rectified_flow.latents.autoencoders import PretrainedAutoencoder as PretrainedAutoencoder
+from rectified_flow.latents.small import Small as Small
 from rectified_flow.latents.space import Latents as Latents
 from rectified_flow.latents.store import LatentDataset as LatentDataset
 from rectified_flow.latents.store import encode_pictures as encode_pictures

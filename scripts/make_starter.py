@@ -1,9 +1,13 @@
-"""Write the starter, the weights of ``--init_from starter``, from a run on drawn flowers.
+"""Write a starter, the weights of ``--init_from starter``, from a run.
 
-The package's starter was made as follows, in about an hour on one core:
+The starters of the package were made as follows, that for pixels in about an hour on one core, that for latents of
+``--autoencoder small`` in two hours, on the pictures that the autoencoder was trained on:
 
     python train_oxford.py --dataset synthetic-flowers --image_size 32 --dim 32 --dim_mults 1 2 3
         --network blocks_per_level=1 attention_sides=[8] --dropout 0 --budget 50m --output_dir runs/starter
+    python train_oxford.py --import studies.autoencoder_data --dataset Crops folder=runs/autoencoder
+        --image_size 128 --autoencoder small --dim 48 --dim_mults 1 2
+        --network blocks_per_level=1 attention_sides=[8] --dropout 0 --budget 100m --output_dir runs/starter
     python scripts/make_starter.py runs/starter
 """
 
@@ -13,8 +17,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from rectified_flow.cli.config import STARTER_FOLDER
-from rectified_flow.flags import flags_in
+from rectified_flow.cli.config import STARTERS
+from rectified_flow.flags import flags_in, name_of
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.folder import read_config
 
@@ -26,14 +30,15 @@ def main() -> None:
     """Write the averaged weights of a run, in half precision, and the flags of its network."""
     parser = argparse.ArgumentParser(description="write the starter of the package from a run")
     parser.add_argument("run", type=Path, help="a run, or a checkpoint")
-    parser.add_argument("--folder", type=Path, default=STARTER_FOLDER, help="folder to write (default: the package's)")
+    parser.add_argument("--folder", type=Path, default=None, help="folder to write (default: the package's)")
     arguments = parser.parse_args()
     source = checkpoint.resolve(arguments.run)
     averaged = checkpoint.load_tensors(source, *checkpoint.averaged_files(source))
     flags = flags_in(read_config(source / checkpoint.CONFIG_FILE))
     tensors = {checkpoint.MODEL_FILE: {name: value.half() for name, value in averaged.items()}}
     documents = {checkpoint.CONFIG_FILE: {"data": {}, "flow": {}, "training": {name: flags[name] for name in FLAGS}}}
-    print(checkpoint.save(arguments.folder, checkpoint.step_of(source), tensors, documents))
+    folder = arguments.folder or STARTERS / (name_of(flags["autoencoder"]) or "pixels")
+    print(checkpoint.save(folder, checkpoint.step_of(source), tensors, documents))
 
 
 if __name__ == "__main__":

@@ -40,8 +40,9 @@ NOISE = 0.15
 SCALED_SHARE = 0.3
 """Share of steps in which reduced latents must decode to reduced pictures, which makes latents smooth
 (Kouzelis et al. 2025, arXiv:2502.09509)."""
-ADVERSARIAL = 0.02
-"""Weight of the adversarial loss relative to the pixel loss."""
+ADVERSARIAL, FEATURES = 0.06, 0.1
+"""Weights, relative to the pixel loss, of the adversarial loss and of the error in the discriminator's features
+(Larsen et al. 2016, arXiv:1512.09300)."""
 SAVE_EVERY = 120.0
 """Processor time between checkpoints [s]."""
 Array = NDArray[np.uint8]
@@ -140,10 +141,14 @@ def sharpen(trained: SmallNetwork, crops: Array, flags: Flags) -> SmallNetwork:
         loss, (pictures, decoded) = reconstruct(network, draw_batch(crops, flags.batch_size, rng), rng)
         with torch.autocast("cpu", torch.bfloat16):
             critic.requires_grad_(False)
-            verdict = critic(decoded).float().mean()
+            *features, verdict = activations(critic, decoded)
+            with torch.no_grad():
+                *wanted, _ = activations(critic, pictures)
             critic.requires_grad_(True)
             real, fake = critic(pictures).float(), critic(decoded.detach()).float()
-        update(network, optimizer, loss - ADVERSARIAL * min(1.0, step / WARM_UP) * verdict, CRITIC_RATE * scale)
+        error = sum((a.float() - b.float()).abs().mean() for a, b in zip(features, wanted, strict=True))
+        extra = FEATURES * error - ADVERSARIAL * verdict.float().mean()
+        update(network, optimizer, loss + min(1.0, step / WARM_UP) * extra, CRITIC_RATE * scale)
         update(critic, critic_optimizer, F.relu(1 - real).mean() + F.relu(1 + fake).mean(), CRITIC_RATE * scale)
         follow(average, network, step)
         return loss.detach()
@@ -159,7 +164,16 @@ def new_network() -> SmallNetwork:
     return SmallNetwork().to(memory_format=torch.channels_last)
 
 
-def new_critic() -> nn.Module:
+def activations(critic: nn.Sequential, x: Tensor) -> list[Tensor]:
+    """Return the outputs of the activations of a discriminator, and its own output last."""
+    outputs = list[Tensor]()
+    for layer in critic:
+        x = layer(x)
+        outputs += [x] if isinstance(layer, nn.LeakyReLU) else []
+    return [*outputs, x]
+
+
+def new_critic() -> nn.Sequential:
     """Return a discriminator of overlapping patches of 38 px."""
     widths = ((3, 32, 2), (32, 64, 2), (64, 128, 2), (128, 128, 1))
     layers = [

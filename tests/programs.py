@@ -18,6 +18,7 @@ from rectified_flow.cli.config import TrainConfig
 from rectified_flow.cli.data import build_space
 from rectified_flow.cli.record import resolved
 from rectified_flow.data.source import ImageSource
+from rectified_flow.data.sources.folder import PictureFolder
 from rectified_flow.training.speed import Speed
 from tests.ranks import run_on_ranks
 
@@ -80,6 +81,10 @@ class Sizes(ImageSource):
     def size_of(self, index: int) -> tuple[int, int]:
         """Return the size of a picture."""
         return self.sizes[index]
+
+
+class OwnPictures(Sizes, PictureFolder):
+    """Pictures of a folder, of which only the sizes are read."""
 
 
 def planned(config: TrainConfig, count: int, rate: Callable[[TrainConfig], float]) -> TrainConfig:

@@ -88,7 +88,7 @@ def guidance_of(flags: SolverConfig, flow: Flow) -> Guidance:
     """Return the guidance of samples; the default scale of a flow has no effect beside scales of single conditions."""
     scale = flags.guidance_scale
     if scale is None:
-        scale = 1.0 if flags.guidance else getattr(flow, "default_guidance", 1.0)
+        scale = 1.0 if flags.guidance else flow.default_guidance
     return Guidance(scale, flags.guidance_interval, flags.guidance_scales)
 
 

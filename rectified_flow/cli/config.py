@@ -23,14 +23,16 @@ from rectified_flow.flags import (
     changed_flags,
     default_is,
     flag,
+    name_of,
 )
 from rectified_flow.flows import Coupling, Prediction
 from rectified_flow.runs.config import TrainingConfig
 
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}  # units of --budget
 UNET = "Unet"
-STARTER = Path("starter")  # value of --init_from for the weights that are installed with the package
-STARTER_FOLDER = Path(__file__).parents[1] / "networks" / STARTER
+STARTER, NO_WEIGHTS = Path("starter"), Path("none")  # values of --init_from that are no folders
+STARTERS = Path(__file__).parents[1] / "networks" / "starters"
+"""Folder of the weights that are installed with the package, by autoencoder."""
 Method = Literal["rectified", "mean_flow", "distill", "reflow"]
 
 
@@ -171,12 +173,7 @@ class InitConfig(Flags):
     """Initial weights."""
 
     init_from: Path | None = None
-    """Initialise from the weights of this checkpoint or run whose shapes match; starter: those that are installed."""
-
-    @property
-    def origin(self) -> Path | None:
-        """Checkpoint or run that the weights are initialised from, if any."""
-        return STARTER_FOLDER if self.init_from == STARTER else self.init_from
+    """Checkpoint or run with initial weights, taken where shapes match; starter: those of the package; none: random."""
 
 
 @dataclass(frozen=True)
@@ -203,6 +200,17 @@ class TrainConfig:
     def method(self) -> Method:
         """The training method."""
         return self.flow.method or "rectified"
+
+    @property
+    def origin(self) -> Path | None:
+        """Checkpoint or run that the weights are initialised from, if any."""
+        named = self.init.init_from
+        return None if named == NO_WEIGHTS else STARTERS / self.starter if named == STARTER else named
+
+    @property
+    def starter(self) -> str:
+        """Name of the starter for these data: that of the autoencoder, or pixels."""
+        return name_of(self.data.autoencoder) or "pixels"
 
     @property
     def run_data(self) -> RunData:

@@ -254,7 +254,7 @@ def build_space(data: DataConfig, found: ImageDataset | ImageSource | Dataset[An
         needless = "autoencoder" not in parameters_of(target)
         refuse({"autoencoder": needless}, f"encodes pictures, and the data are {kind.__name__}: leave it out")
         given |= {"autoencoder": data.autoencoder}
-    elif found is None or isinstance(found, ImageDataset | ImageSource):
+    if found is None or isinstance(found, ImageDataset | ImageSource):
         given |= {"shape": data.framing.shape, "source": found}
     else:
         given |= {"shape": tuple(Batches(found).__getitems__([0])[kind.key].shape[1:])}

@@ -129,7 +129,7 @@ def describe(call: NetworkCall) -> dict[str, Any]:
         "conditions": [{"name": name} | kind.exported() for name, kind in call.kinds.items()],
         "steps": flow.default_steps,
         "solver": solver_name(flow, {}),
-        "guidance": getattr(flow, "default_guidance", 1.0),
+        "guidance": flow.default_guidance,
         "velocity_at_data": getattr(flow, "prediction", None) != "clean",
         "source": {
             "as": "start" if flow.from_source else "condition",

@@ -23,8 +23,17 @@ PASSES, AUGMENTED_PASSES = 400, 1000  # over 64 pictures of 16 px until 1% of th
 UNAUGMENTED_PASSES = 50  # no copies of 64 to 1,400 pictures without augmentation (small_data.md)
 MIN_LIMIT = 192_000  # images; a network learns too little in a shorter run on any number of pictures (small_data.md)
 MIN_IMAGES = 4_000  # the shortest measured run whose samples look like pictures had 4,800 images (budget.md)
+SIZES = {  # images from which a size and its --autoencoder give better pictures than the next one
+    (256, ("small",)): 400_000,  # a guess: four times the images that 128 px have in an hour
+    (128, ("small",)): MIN_IMAGES,
+    (64, ()): MIN_IMAGES,
+    (32, ()): 0,
+}
+MIN_SHARE_OF_SIDE = 0.75  # of a size that pictures must have: smaller ones would be enlarged too much (not measured)
 WIDTHS = {16: 0, 24: 4_000, 32: 16_000, 48: 60_000, 64: 250_000}  # images from which --dim is better than the last one
-STARTER_DIM, STARTER_SIDE = 32, 32  # of the starter; from this side on, 85% of the weights come from it (budget.md)
+STARTER_DIMS = {"pixels": 32, "small": 48}  # --dim of the starters, by autoencoder
+STARTER_SIDE = 32  # of the starter for pixels; from this side on, 85% of the weights come from it (budget.md)
+WIDER_THAN_STARTER = {32: 0, 48: 1_000_000}  # images by --dim; the starter for latents was trained on 860,000
 MAX_LEVELS, MIN_SIDE = 5, 8  # levels of the network, and the side of the lowest one, which has attention [px]
 SHORT = {"learning_rate": 2e-3, "lr_decay": "cosine"}
 MUON = {"optimizer": ("muon",), **SHORT}  # Fréchet distance 128, not 213 (budget.md)
@@ -37,6 +46,7 @@ BY_METHOD: dict[Method, dict[str, Any]] = {
 MIN_BATCH, MIN_BATCH_OF_PATHS, MIN_BATCH_OF_GPU = 8, 16, 32  # 8 is better than 32 (budget.md); GPU: not measured
 MAX_BATCH, MIN_STEPS = 256, 7000  # a larger batch needs at least so many steps (budget.md, "Batch size")
 BF16_GAIN = 1.1  # speed of bf16 on a CPU above which bf16 is chosen; measured gains are 1.3 or none (budget.md)
+SHORTER = "pass a smaller --image_size, or a longer --budget"
 FEWEST_STEPS = 10  # no setting makes fewer steps useful
 EMA_SHARE = 0.05  # time constant of the average of the weights, as a share of the steps (budget.md, first table)
 TRAINED_SHARE = 0.9  # of the time, which previews and checkpoints share: 11.8 to 12.3 of 12 minutes (budget.md)
@@ -57,7 +67,6 @@ class Facts:
     budget: str
     """The time in words, such as ``12m``."""
     seconds: float
-    image_size: int
     sides: tuple[int, ...]
     """Sides of the data that the network works on, pictures or latents."""
     fixed: frozenset[str] = frozenset()
@@ -73,6 +82,8 @@ class Facts:
     network: str = ""
     """The origin of the network, if the plan does not choose it."""
     starter: Starter = "unsuited"
+    starter_dim: int = STARTER_DIMS["pixels"]
+    """Channels of the starter's network."""
     precisions: tuple[str | None, ...] = (None,)
     """The precisions to choose from, the safest one first; None is the default of the device."""
     samples: int = 0
@@ -151,7 +162,7 @@ def plan(facts: Facts, speeds: Mapping[Trial, Speed]) -> Plan:
     fitting = TRAINED_SHARE * seconds * speed.rate
     steps, step = int(min(fitting, facts.limit) / trial.batch), trial.batch / speed.rate
     if steps < FEWEST_STEPS:
-        text = f"a step of {trial.batch} images takes {step:.1f} s on this machine; {_remedy(facts, fitting)}"
+        text = f"a step of {trial.batch} images takes {step:.1f} s on this machine; {SHORTER}"
         raise UsageError(f"--budget {facts.budget} is too short: {text}")
     settings = settings_of(facts, trial) | intervals(step, speed.rate, facts.seconds, steps)
     settings |= {"train_num_steps": steps, "num_epochs": None, "lr_warmup_steps": max(10, steps // 50)}
@@ -170,7 +181,7 @@ def settings_of(facts: Facts, trial: Trial) -> dict[str, Any]:
     settings |= {} if trial.dim is None else network_of(trial.dim, facts.sides)
     settings |= {"mixed_precision": trial.precision} if trial.precision else {}
     settings |= {"augment": trial.augment} if trial.augment else {}
-    settings |= {"init_from": "starter"} if facts.starter == "suited" and trial.dim == STARTER_DIM else {}
+    settings |= {"init_from": "starter"} if facts.starter == "suited" and trial.dim == facts.starter_dim else {}
     return {name: value for name, value in settings.items() if name not in facts.fixed}
 
 
@@ -231,16 +242,19 @@ def _choose_width(facts: Facts, speeds: Mapping[Trial, Speed]) -> tuple[int | No
     if facts.network:
         return None, facts.network
     if facts.starter == "requested":
-        return STARTER_DIM, "the network of the starter"
-    chosen, *wider = [dim for dim in WIDTHS if facts.starter == "unsuited" or dim >= STARTER_DIM]
+        return facts.starter_dim, "the network of the starter"
+    least, needed = 0, 0
+    if facts.starter == "suited":
+        least, needed = facts.starter_dim, WIDER_THAN_STARTER[facts.starter_dim]
+    chosen, *wider = [dim for dim in WIDTHS if dim >= least]
     for dim in wider:
         trial = Trial(dim, _choose_batch(facts, 0, facts.samples), facts.precisions[0])
         speed = _speed(speeds, trial)
         if not _parts(facts, trial, speed):
             return chosen, f"a step with --dim {dim} does not fit into the memory"
         images = min(TRAINED_SHARE * facts.seconds * speed.rate, facts.limit)
-        if images < WIDTHS[dim]:
-            return chosen, f"--dim {dim} would process {images:,.0f} images, and needs {WIDTHS[dim]:,}"
+        if images < max(needed, WIDTHS[dim]):
+            return chosen, f"--dim {dim} would process {images:,.0f} images, and needs {max(needed, WIDTHS[dim]):,}"
         chosen = dim
     return chosen, "the largest size"
 
@@ -304,7 +318,7 @@ def _reasons(
     network = words("dim", "dim_mults", "network", "init_from")
     rates = words("optimizer", "learning_rate", "lr_decay", "lr_warmup_steps", "ema_decay", "augment")
     why += f"; a step trains on {settings['batch_size']} at once, to save memory" if "batch_size" in settings else ""
-    few = f"{images:,} images are too few for samples that look like pictures: {_remedy(facts, images)}"
+    few = f"{images:,} images are too few for samples that look like pictures: {SHORTER}"
     draws = f"draws {samples:,} samples before the training, {samples * facts.calls:,} network calls"
     texts = {
         "budget": f"{facts.budget} (--budget changes it): {facts.processes} x {facts.device} trains {speed}",
@@ -316,11 +330,3 @@ def _reasons(
         "warning": few if images < MIN_IMAGES and not facts.calls else "",
     }
     return {topic: text for topic, text in texts.items() if text}
-
-
-def _remedy(facts: Facts, images: float) -> str:
-    """Return what to change if so few images fit into the time; a quarter of the pixels takes a quarter of the time."""
-    side = facts.image_size
-    while images < MIN_IMAGES and side % 2 == 0 and side > MIN_SIDE:
-        side, images = side // 2, 4 * images
-    return f"pass --image_size {side}, or a longer --budget" if images >= MIN_IMAGES else "pass a longer --budget"

@@ -4,9 +4,10 @@ Flags that the user sets are never changed. The chosen flags are recorded, so a 
 """
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from math import ceil, inf
+from statistics import median
 from typing import Any
 
 import torch
@@ -15,13 +16,15 @@ from accelerate.utils import gather_object
 
 from rectified_flow.cli import plan
 from rectified_flow.cli.build import build_flow
-from rectified_flow.cli.config import STARTER_FOLDER, TrainConfig, seconds_of
-from rectified_flow.cli.data import can_augment
+from rectified_flow.cli.config import STARTER, TrainConfig, seconds_of
+from rectified_flow.cli.data import build_space, can_augment
 from rectified_flow.cli.distill import DistillationData, recipe_of
 from rectified_flow.cli.record import config_of
 from rectified_flow.condition import ConditionSpecs
 from rectified_flow.data.framing import Crop
 from rectified_flow.data.source import ImageSource
+from rectified_flow.data.sources.folder import PictureFolder
+from rectified_flow.data.sources.huggingface import HuggingFaceSource
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import command_line, name_of, plain, refuse, replaced, values_of
@@ -39,10 +42,15 @@ from rectified_flow.training.speed import Speed, measure_speed, summarize
 
 DEFAULT_BUDGET = "1h"
 """Budget of runs on a folder of pictures and of runs with a teacher, unless a flag gives the length."""
-SIZES = 200  # number of pictures whose sizes are read before they are decoded
+MEASURED_SIZES = 200  # number of pictures whose sizes are read before they are decoded
 LENGTH_FLAGS = {"num_epochs", "train_num_steps"}
 BATCH_FLAGS = {"global_batch_size", "batch_size"}
 NETWORK_FLAGS = ("network", "dim", "dim_mults")
+SIZE_FLAGS = {
+    *("image_size", "aspect_ratio", "crop", "alpha", "space", "autoencoder", "augment", "init_from"),
+    *("source_path", "degrade", *NETWORK_FLAGS),
+}
+"""Flags beside which the size of the pictures is not chosen."""
 ALTERNATIVES = (
     LENGTH_FLAGS,
     BATCH_FLAGS,
@@ -77,9 +85,11 @@ def with_recipe(config: TrainConfig, source: ImageSource) -> TrainConfig:
         flags = plan.for_pictures(count, augmentable=can_augment(config.data))
         if budget_of(config) is not None and not config.program.look:
             flags.pop("augment", None)  # the plan decides it, when it knows the number of passes
-        if not config.data.autoencoder and config.data.aspect_ratio == "1:1":
+        sides = sides_of(source, config.data.crop)
+        flags |= _choose_size(config, source, sides)
+        if not config.data.autoencoder and config.data.aspect_ratio == "1:1" and "image_size" not in flags:
             multiple = max(plan.MIN_SIDE, 2 ** (len(config.network.dim_mults) - 1))
-            side = ceil(side_of(source, config.data.crop) / multiple) * multiple
+            side = ceil(max(sides, default=0) / multiple) * multiple
             flags |= {"image_size": side} if 0 < side < config.data.image_size else {}
         flags = {name: value for name, value in flags.items() if name not in fixed}
     if flags:
@@ -89,17 +99,38 @@ def with_recipe(config: TrainConfig, source: ImageSource) -> TrainConfig:
     return replaced(config, flags)
 
 
-def side_of(source: ImageSource, crop: Crop) -> int:
-    """Return the largest side among pictures of a source [px]: the short side, or with pads the long side."""
+def sides_of(source: ImageSource, crop: Crop) -> list[int]:
+    """Return the sides of some pictures of a source [px]: the short ones, or with pads the long ones. Collective."""
 
-    def largest() -> int:
+    def read() -> list[int]:
         sides = list[int]()
-        for number in range(0, len(source), ceil(len(source) / SIZES)):
+        for number in range(0, len(source), ceil(len(source) / MEASURED_SIZES)):
             with suppress(Exception):  # a broken picture is reported when it is decoded
                 sides.append((max if crop == "none" else min)(source.size_of(number)))
-        return max(sides, default=0)
+        return sides
 
-    return on_main(PartialState(), largest)
+    return on_main(PartialState(), read)
+
+
+def _choose_size(config: TrainConfig, source: ImageSource, sides: Sequence[int]) -> dict[str, Any]:
+    """Return the flags of the largest size for which there is enough time, and print them. Collective."""
+    state, time = PartialState(), budget_of(config)
+    is_own = isinstance(source, PictureFolder | HuggingFaceSource) and not config.data.space
+    if time is None or config.program.look or not is_own or not SIZE_FLAGS.isdisjoint(config.given) or not sides:
+        return {}
+    for (side, autoencoder), min_images in plan.SIZES.items():
+        if median(sides) < plan.MIN_SHARE_OF_SIDE * side:
+            continue
+        flags = {"image_size": side, "autoencoder": autoencoder}
+        tried = replaced(config, {**flags, "global_batch_size": plan.MIN_BATCH * state.num_processes})
+        space = build_space(tried.data)
+        network = plan.network_of(plan.STARTER_DIMS[tried.starter], (space.shape or ())[1:])
+        images = plan.TRAINED_SHARE * seconds_of(time) * training_speed(replaced(tried, network), {}, space).rate
+        if images >= min_images:
+            text = f"about {images:,.0f} images in {time}; --image_size changes it"
+            state.print(line("size", f"{' '.join(command_line(flags))}: {text}"))
+            return flags
+    return {}
 
 
 def fixed_flags(config: TrainConfig, alternatives: Iterable[set[str]] = ALTERNATIVES) -> set[str]:
@@ -190,7 +221,6 @@ def facts_of(config: TrainConfig, pictures: int, time: str, space: Space, why_ne
         pictures,
         time,
         seconds_of(time),
-        config.data.image_size,
         sides,
         frozenset(fixed),
         memory=min(gather_object([free_memory()])) if state.device.type == "cpu" else inf,  # a GPU reports it itself
@@ -200,6 +230,7 @@ def facts_of(config: TrainConfig, pictures: int, time: str, space: Space, why_ne
         augment=config.data.augment if "augment" in fixed else augment,
         network="the network of the teacher" if distilled else why_network,
         starter=_starter_of(config, sides),
+        starter_dim=plan.STARTER_DIMS.get(config.starter, 0),
         precisions=precisions,
         samples=distilled.count if distilled else 0,
         drawn=stored.pairs if stored else None,
@@ -284,10 +315,10 @@ def chooses_network(config: TrainConfig) -> bool:
 
 def _with_network(config: TrainConfig) -> tuple[TrainConfig, str]:
     """Take the network of the run of ``--init_from``, and return the origin of the network if it is known."""
-    origin = config.init.origin
+    origin = config.origin
     if not fixed_flags(config).isdisjoint(NETWORK_FLAGS):
         return config, "set by flags"
-    if origin is None or origin == STARTER_FOLDER or config.teacher.teacher is not None:
+    if origin is None or config.init.init_from == STARTER or config.teacher.teacher is not None:
         return config, ""
     known: TrainConfig = checkpoint.read(origin, config_of, PartialState(), [checkpoint.CONFIG_FILE])
     given = {name: value for name, value in values_of(config).items() if name in config.given}
@@ -297,9 +328,10 @@ def _with_network(config: TrainConfig) -> tuple[TrainConfig, str]:
 
 def _starter_of(config: TrainConfig, sides: tuple[int, ...]) -> plan.Starter:
     """Return whether this run can start from the starter, an RGB rectified flow that predicts velocities."""
-    if config.init.origin == STARTER_FOLDER:
+    if config.init.init_from == STARTER:
         return "requested"
-    data, unlike = config.data, {"init_from", "prediction", "space", "alpha", "autoencoder"} & config.given
+    data, unlike = config.data, {"init_from", "prediction", "space", "alpha"} & config.given
     own_pictures = data.dataset_path is not None and not data.space and not name_of(config.flow.flow)
-    suits = config.method == "rectified" and own_pictures and not unlike and min(sides) >= plan.STARTER_SIDE
+    fits = config.starter == "small" or (config.starter == "pixels" and min(sides) >= plan.STARTER_SIDE)
+    suits = config.method == "rectified" and own_pictures and not unlike and fits
     return "suited" if suits and config.teacher.teacher is None else "unsuited"

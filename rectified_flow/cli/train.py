@@ -91,7 +91,7 @@ def train_run(config: TrainConfig) -> bool:
 
     # All checks come before the decoding of the pictures, which can take hours.
     space = _space_of(config, found, has_begun=has_begun)
-    on_main(state, lambda: check_start(config.run, config.init.origin, writes=not dry_run))
+    on_main(state, lambda: check_start(config.run, config.origin, writes=not dry_run))
     if not dry_run:
         space.prepare(state.device)
     data = _open_data(config, found)
@@ -105,7 +105,7 @@ def train_run(config: TrainConfig) -> bool:
 
     # The flags are final.
     flow = build_flow(config, conditions, space.with_augmentation(config.data.augment))
-    start_from(config.init.origin if distilled is None else distilled.teacher, config.run, flow)
+    start_from(config.origin if distilled is None else distilled.teacher, config.run, flow)
     state.print(lines(_summary(data) | ({"values": space.summary} if space.summary else {})))
     if dry_run:
         planning.print_dry_run(config, flow, count if distilled is None else distilled.count)

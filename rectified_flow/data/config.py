@@ -38,7 +38,7 @@ class DataConfig(Flags):
     image_size: Annotated[int, Interval(ge=0, le=16384)] = 64
     """Short side of the images [px]; pictures are resized by their short side and cropped to --aspect_ratio. 0 takes
     both from the size of the first picture."""
-    aspect_ratio: Annotated[str, flag(excludes="autoencoder")] = "1:1"
+    aspect_ratio: str = "1:1"
     """Width to height of the images, such as 3:2."""
     crop: Crop = "center"
     """Centre crop, random crop, or pad."""
@@ -48,7 +48,7 @@ class DataConfig(Flags):
     """Data space: Pixels, Fields for measurements (.npy, .tif, 16-bit .png), or a registered one; arguments of Fields
     are value_range, transform, show, channels_last and store_bits."""
     autoencoder: Annotated[Part, flag(local=True, for_pictures=True, excludes="augment"), default_is("none")] = ()
-    """Train on latents of small (in the package), haar (wavelet), a diffusers folder or hub id, or a registered one."""
+    """Train on latents of small (in the package), a diffusers folder or hub id, or a registered one."""
     horizontal_flip: bool = True
     """Mirror half of the training images."""
     augment: Probability = 0.0

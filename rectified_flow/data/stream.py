@@ -1,4 +1,4 @@
-"""The global batch of a step, cut over processes and accumulation."""
+"""The order in which the items of a dataset are read, and the batches of each process and micro-batch."""
 
 import random
 from collections.abc import Iterator, Sequence

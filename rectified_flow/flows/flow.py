@@ -118,6 +118,11 @@ class Flow(nn.Module):
         return getattr(self.network, "conditions", {})
 
     @property
+    def default_guidance(self) -> float:
+        """The guidance scale of programs unless a flag sets it."""
+        return 1.0
+
+    @property
     def class_names(self) -> list[str]:
         """The names of the classes that can be sampled; empty if the network takes no labels."""
         labels = self.conditions.get("labels")

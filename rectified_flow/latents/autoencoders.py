@@ -7,7 +7,6 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rectified_flow.errors import UsageError, first_line
@@ -16,7 +15,7 @@ from rectified_flow.registry import register
 
 
 class Autoencoder(ABC):
-    """A map from pictures ``[b, 3, s, s]`` in [-1, 1] to latents ``[b, c, h, w]`` and back, on any device.
+    """A map from pictures ``[b, 3, h, w]`` in [-1, 1] to latents ``[b, c, h, w]`` and back, on any device.
 
     Both directions also work on torch's meta device, without weights. Register a subclass and keep its constructor's
     arguments as attributes, and checkpoints can name it.
@@ -35,26 +34,28 @@ class Autoencoder(ABC):
     def decode(self, latents: Tensor) -> Tensor:
         """Return pictures in about [-1, 1], float32."""
 
-    def shape_of(self, image_size: int) -> tuple[int, ...]:
+    def shape_of(self, height: int, width: int | None = None) -> tuple[int, ...]:
         """Return the shape ``(k, c, h, w)`` of an encoded picture: a mean, and for ``k = 2`` a standard deviation.
 
         The shape is found on torch's meta device, where nothing is computed.
 
         Args:
-            image_size: side of the picture [px].
+            height: height of the picture [px].
+            width: width of the picture [px]; by default, the picture is square.
 
         Raises:
-            UsageError: if latents do not decode to the same side.
+            UsageError: if latents do not decode to the same sides.
         """
-        pictures = torch.zeros(1, 3, image_size, image_size, device="meta")
+        pictures = torch.zeros(1, 3, height, width or height, device="meta")
         decoded = None
         with suppress(RuntimeError):  # a side is not divisible
             mean, std = self.encode(pictures)
             decoded = self.decode(mean)
-        if decoded is None or decoded.shape[-1] != image_size:
+        if decoded is None or decoded.shape != pictures.shape:
+            side = min(pictures.shape[2:])
             raise UsageError(
-                f"--image_size {image_size} cannot be halved as often as --autoencoder {self.name} does: take a power "
-                f"of two, such as {2 ** max(3, round(math.log2(image_size)))}"
+                f"--image_size {side} cannot be halved as often as --autoencoder {self.name} does: take a power "
+                f"of two, such as {2 ** max(3, round(math.log2(side)))}"
             )
         return 1 if std is None else 2, *mean.shape[1:]
 
@@ -64,43 +65,6 @@ class Autoencoder(ABC):
         Raises:
             UsageError: if they are missing.
         """
-
-
-@register
-class Haar(Autoencoder):
-    """The Haar wavelet transform, orthonormal and exact: each level replaces 2x2 pixels by their mean and differences.
-
-    Nothing is compressed or learned. At level 2, latents have 48 channels and a quarter of the side.
-
-    Args:
-        levels: number of times that the side is halved.
-    """
-
-    name = "haar"
-
-    def __init__(self, levels: int = 2) -> None:
-        self.levels, self.fingerprint = levels, f"haar {levels}"
-
-    def encode(self, pictures: Tensor) -> tuple[Tensor, None]:
-        """Return the mean of the latents, and their standard deviation or None."""
-        x = pictures.float()
-        for _ in range(self.levels):
-            pixels = F.pixel_unshuffle(x, 2).unflatten(1, (-1, 4))
-            x = torch.einsum("ij,bcjhw->bcihw", _haar(x), pixels).flatten(1, 2)
-        return x, None
-
-    def decode(self, latents: Tensor) -> Tensor:
-        """Return pictures in about [-1, 1], float32."""
-        x = latents.float()
-        for _ in range(self.levels):
-            pixels = torch.einsum("ij,bcihw->bcjhw", _haar(x), x.unflatten(1, (-1, 4)))
-            x = F.pixel_shuffle(pixels.flatten(1, 2), 2)
-        return x
-
-
-def _haar(x: Tensor) -> Tensor:
-    """Return the transform of 2x2 pixels ``[4, 4]``: mean, and horizontal, vertical and diagonal difference."""
-    return x.new_tensor([[1, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]]) / 2
 
 
 @register
@@ -199,8 +163,7 @@ def _find(source: str) -> tuple[Any, dict[str, Any], str | None]:
             reason = first_line(error)
     else:
         raise UsageError(
-            f"--autoencoder {source} cannot be found ({reason}): pass small, haar, or the folder or hub id of an "
-            "autoencoder"
+            f"--autoencoder {source} cannot be found ({reason}): pass small, or the folder or hub id of an autoencoder"
         )
     name = str(config.get("_class_name"))
     kind = getattr(diffusers, name, None)
@@ -209,10 +172,3 @@ def _find(source: str) -> tuple[Any, dict[str, Any], str | None]:
             f"--autoencoder {source} is not an autoencoder of diffusers: its config.json has the _class_name {name}"
         )
     return kind, config, subfolder
-
-
-def open_autoencoder(name: str) -> Autoencoder:
-    """Return the autoencoder that ``--autoencoder`` names: ``haar``, ``small``, or that of a folder or a hub id."""
-    from rectified_flow.latents.small import Small  # imports this module
-
-    return {"haar": Haar, "small": Small}[name]() if name in ("haar", "small") else PretrainedAutoencoder(name)

@@ -1,5 +1,6 @@
 """Latents: data as a frozen autoencoder encodes them, which a store keeps, normalised for a flow to work on."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from rectified_flow import randomness
 from rectified_flow.condition import Values
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import choose, split_part
-from rectified_flow.latents.autoencoders import Autoencoder, PretrainedAutoencoder, open_autoencoder
+from rectified_flow.latents.autoencoders import Autoencoder, PretrainedAutoencoder
 from rectified_flow.registry import names, register
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.spaces.space import RGB, Shape, Space
@@ -91,8 +92,8 @@ class Latents(StoredLatents):
 
     Args:
         autoencoder: autoencoder that encoded the pictures.
-        image_size: side of the pictures [px].
-        shape: shape ``(c, h, w)`` of the latents; by default the autoencoder determines it.
+        image_size: short side of the pictures [px].
+        shape: shape ``(c, h, w)`` of the latents; by default that of a square picture.
         mean: mean of each channel.
         std: standard deviation of each channel.
     """
@@ -109,19 +110,20 @@ class Latents(StoredLatents):
         super().__init__(shape or autoencoder.shape_of(image_size)[1:], mean, std)
         self.autoencoder: Autoencoder = autoencoder
         self.image_size = image_size
-        self._pixels = Pixels((RGB, image_size, image_size))
+        self._pixels = Pixels(self.picture_shape)
 
     @classmethod
-    def of(cls, autoencoder: Sequence[str], image_size: int) -> "Latents":
-        """Build the space of a registered autoencoder, or of one in a folder or of a hub id; scales are measured later.
+    def of(cls, autoencoder: Sequence[str], shape: Shape) -> "Latents":
+        """Build the space of pictures ``(c, h, w)`` from the name of an autoencoder; scales are measured later.
 
         Raises:
             UsageError: if it does not exist, or the size of the pictures does not suit it.
         """
         name, options = split_part(autoencoder)
-        if options or name in names(Autoencoder):
-            return cls(choose("autoencoder", Autoencoder, autoencoder).build(), image_size)
-        return cls(open_autoencoder(name), image_size)
+        part = ["Small" if name == "small" else name, *options]
+        is_registered = bool(options) or part[0] in names(Autoencoder)
+        found = choose("autoencoder", Autoencoder, part).build() if is_registered else PretrainedAutoencoder(name)
+        return cls(found, min(shape[1:]), found.shape_of(*shape[1:])[1:])
 
     def encode_all(self, pictures: Any, *, mirrored: bool) -> tuple[Any, Space]:
         """Return the latents of all pictures and of their sources, and the space with the scales of the latents."""
@@ -140,7 +142,8 @@ class Latents(StoredLatents):
     @property
     def picture_shape(self) -> tuple[int, ...]:
         """The shape of the pictures that are encoded."""
-        return RGB, self.image_size, self.image_size
+        _, *sides = self.shape or ()
+        return RGB, *(self.image_size * side // min(sides) for side in sides)
 
     def scaled_like(self, other: Space) -> Space:
         """Return the other space of latents with the autoencoder of this space, whose folder may have moved.
@@ -182,12 +185,12 @@ class Latents(StoredLatents):
 
     @property
     def noun(self) -> str:
-        """The side of a picture and the name of the autoencoder."""
-        return f"{self.image_size} px by {self.autoencoder.name}"
+        """The sides of a picture and the name of the autoencoder."""
+        return f"{self._pixels.noun} by {self.autoencoder.name}"
 
     @property
     def _at_once(self) -> int:
-        return max(1, PIXELS_AT_ONCE // self.image_size**2)
+        return max(1, PIXELS_AT_ONCE // math.prod(self.picture_shape[1:]))
 
 
 class Decoder(nn.Module):

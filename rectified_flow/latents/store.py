@@ -93,7 +93,8 @@ def encode_pictures(pictures: ImageDataset, autoencoder: Autoencoder, *, mirrore
         RunError: if the disk is full.
     """
     info, state = pictures.info, PartialState()
-    space = Latents(autoencoder, info.image_size)
+    sides = (info.image_size,) if info.framing is None else info.framing.shape[1:]
+    space = Latents(autoencoder, info.image_size, autoencoder.shape_of(*sides)[1:])
     # A store with mirror images can be used with and without mirroring.
     both = on_main(state, lambda: mirrored or _writer(pictures, autoencoder, mirrored=True).is_whole)
     writer = _writer(pictures, autoencoder, mirrored=both)

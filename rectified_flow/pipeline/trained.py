@@ -84,7 +84,7 @@ class FlowPipeline(DiffusionPipeline):
         flow = self.flow
         if flow.takes_source:
             raise UsageError("this model translates pictures: call pipe.flow.sample(source=pictures)")
-        scale = getattr(flow, "default_guidance", 1.0) if guidance_scale is None else guidance_scale
+        scale = flow.default_guidance if guidance_scale is None else guidance_scale
         if scale != 1 and "guidance" not in signature(flow.sample).parameters:
             raise UsageError(f"guidance has no effect on a {type(flow).__name__}: leave it out")
         texts = self._texts(conditions)

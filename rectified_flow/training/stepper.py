@@ -86,7 +86,7 @@ class Stepper:
         state, optimizer = self.state, self.state.optimizer
         losses, values = [], dict[str, Tensor]()
         for micro_batch in range(self.batch.accumulation):
-            losses.append(self.backward(next(batches), micro_batch))
+            losses.append(self.forward_backward(next(batches), micro_batch))
             for name, value in {"loss": losses[-1], **getattr(state.flow, "logged", {})}.items():
                 values[name] = values.get(name, 0) + torch.as_tensor(value).detach() / self.batch.accumulation
         self.finish_pending()
@@ -129,7 +129,7 @@ class Stepper:
             else:
                 self._report(pending.losses)
 
-    def backward(self, batch: Batch, micro_batch: int) -> Tensor:
+    def forward_backward(self, batch: Batch, micro_batch: int) -> Tensor:
         """Add the gradients of one micro-batch, and return its loss.
 
         With the last micro-batch of a step, the gradients are summed over ranks.

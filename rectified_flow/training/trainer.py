@@ -274,7 +274,7 @@ class Trainer:
         check_equal_weights(self.accelerator, self.flow.parameters())
         # A forward pass may change buffers, such as running means.
         first, buffers = next(batches), [buffer.clone() for buffer in self.flow.buffers()]
-        self.stepper.backward(first, self.batch.accumulation - 1)
+        self.stepper.forward_backward(first, self.batch.accumulation - 1)
         self.state.optimizer.zero_grad()
         for buffer, before in zip(self.flow.buffers(), buffers, strict=True):
             buffer.copy_(before)

@@ -27,7 +27,6 @@ from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.flow_map import FlowMap
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
-from rectified_flow.latents.autoencoders import Haar
 from rectified_flow.latents.space import Latents
 from rectified_flow.networks.unet import Unet
 from rectified_flow.registry import register
@@ -36,6 +35,7 @@ from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.system.outputs import RECORD
 from rectified_flow.text.caption import Caption
 from rectified_flow.text.encoders import BagOfWords, TextEncoder
+from tests.extension.own_autoencoder import Haar
 from tests.programs import program, stand_in
 from tests.ranks import run_on_ranks
 from tests.test_load import FLOWS, write

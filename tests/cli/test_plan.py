@@ -12,7 +12,7 @@ from rectified_flow.cli.plan import (
     FORWARD_SHARE,
     MEMORY_SHARE,
     PREVIEW_CALLS,
-    STARTER_DIM,
+    STARTER_DIMS,
     WIDTHS,
     Facts,
     Plan,
@@ -26,7 +26,7 @@ from rectified_flow.cli.plan import (
 from rectified_flow.errors import UsageError
 from rectified_flow.training.speed import Speed
 
-EMOJI = Facts("rectified", 1400, "12m", 720, 32, (32, 32), augment=AUGMENT, starter="suited", precisions=("no", "bf16"))
+EMOJI = Facts("rectified", 1400, "12m", 720, (32, 32), augment=AUGMENT, starter="suited", precisions=("no", "bf16"))
 FLOWERS = replace(EMOJI, pictures=8192, starter="unsuited")
 HOUR = replace(FLOWERS, pictures=1400, budget="1h", seconds=3600)
 DISTILL = replace(HOUR, method="distill", network="the network of the teacher", samples=5000, calls=8)
@@ -86,7 +86,7 @@ def outputs(sample_every: int, num_samples: int, save_every: int, log_every: int
             | {"mixed_precision": "bf16"},
         ),
         (
-            replace(EMOJI, budget="1h", seconds=3600, image_size=64, sides=(64, 64)),
+            replace(EMOJI, budget="1h", seconds=3600, sides=(64, 64)),
             Machine(17.75),
             PICTURES | network(32, 1, 1, 2, 3) | length(8, 8626, 172, 0.99768) | outputs(320, 16, 320, 13)
             | {"init_from": "starter", "mixed_precision": "bf16"},
@@ -156,13 +156,13 @@ def test_a_longer_time_buys_a_wider_network_and_more_steps() -> None:
     assert widths == sorted(widths)
     assert widths[0] < widths[-1]
     assert [images(made) for made in plans] == sorted(images(made) for made in plans)
-    starters: list[tuple[Starter, int]] = [("suited", STARTER_DIM), ("unsuited", min(WIDTHS))]
+    starters: list[tuple[Starter, int]] = [("suited", STARTER_DIMS["pixels"]), ("unsuited", min(WIDTHS))]
     for starter, narrowest in starters:
         facts = replace(EMOJI, starter=starter)
         slow, fast = (plan(facts, Machine(rate)).settings for rate in (0.6, 1e5))
         assert (slow["dim"], fast["dim"]) == (narrowest, max(WIDTHS))
         assert (slow.get("init_from"), fast.get("init_from")) == ("starter" if starter == "suited" else None, None)
-    assert plan(replace(EMOJI, starter="requested"), Machine(1e5)).settings["dim"] == STARTER_DIM
+    assert plan(replace(EMOJI, starter="requested"), Machine(1e5)).settings["dim"] == STARTER_DIMS["pixels"]
 
 
 @pytest.mark.parametrize(
@@ -223,15 +223,15 @@ def test_a_step_that_does_not_fit_in_parts_is_refused() -> None:
         plan(fixed, {Trial(None, 8, None): Speed(0.0, inf)})
 
 
-def test_too_few_images_are_announced_with_the_side_that_fits() -> None:
-    large = replace(EMOJI, image_size=512, sides=(512, 512), starter="unsuited")
+def test_too_few_images_are_announced() -> None:
+    large = replace(EMOJI, sides=(512, 512), starter="unsuited")
     made = plan(large, Machine(0.0455))
     assert images(made) == 96
     assert "96 images are too few" in made.reasons["warning"]
-    assert made.reasons["warning"].endswith("pass --image_size 64, or a longer --budget")
-    assert "pictures: pass a longer --budget" in plan(replace(EMOJI, seconds=30), Machine(3)).reasons["warning"]
+    assert made.reasons["warning"].endswith("pass a smaller --image_size, or a longer --budget")
+    assert "warning" in plan(replace(EMOJI, seconds=30), Machine(3)).reasons
     assert "warning" not in plan(EMOJI, Machine(33)).reasons
-    sentence = r"--budget 12m is too short: a step of 8 images takes 32\.0 s on this machine; pass --image_size 32, or"
+    sentence = r"--budget 12m is too short: a step of 8 images takes 32\.0 s on this machine; pass a smaller"
     with pytest.raises(UsageError, match=sentence):
         plan(replace(large, network="set by flags", precisions=(None,), seconds=100), Machine(0.25))
 

@@ -1,19 +1,22 @@
 """Tests of settings that the program chooses unless a flag sets them, and that a resumed run keeps."""
 
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from accelerate import PartialState
 
+from rectified_flow.cli import planning
 from rectified_flow.cli.config import OneStepConfig, TrainConfig, TrainProgramConfig, seconds_of
 from rectified_flow.cli.planning import budget_of, check_length, chooses_network, facts_of, with_recipe
 from rectified_flow.data.config import DataConfig
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import parse, recorded
+from rectified_flow.flags import name_of, parse, recorded
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.spaces.pixels import Pixels
-from tests.programs import Sizes, planned
+from rectified_flow.training.speed import Speed
+from tests.programs import OwnPictures, Sizes, planned
 
 FAST, SLOW = 1e6, 2e4
 """Images per second of a network of width 1 on two machines; the time of a step grows with the square of the width."""
@@ -44,13 +47,31 @@ def test_augmentation_is_chosen_by_the_passes_if_there_is_a_budget() -> None:
         *(((28, 28), "", 32), ((300, 20), "", 24), ((8, 8), "", 8), ((64, 64), "", 64), ((300, 65), "", 64)),
         *(((20, 20), "--dim_mults 1 1 1 1 1", 32), ((28, 28), "--image_size 64", 64)),
         *(((60, 20), "--crop none", 64), ((30, 20), "--crop none", 32), ((30, 20), "--crop center", 24)),
-        *(((28, 28), "--autoencoder haar", 64), ((28, 28), "--aspect_ratio 3:2", 64)),
+        *(((28, 28), "--autoencoder small", 64), ((28, 28), "--aspect_ratio 3:2", 64)),
     ],
 )
 def test_small_pictures_are_not_enlarged(largest: tuple[int, int], words: str, side: int) -> None:
     """The side is a multiple of 8 that the levels can halve, unless a flag sets it."""
     config = parse(TrainConfig, "Train.", f"--dataset_path pictures {words}".split())
     assert with_recipe(config, Sizes([(4, 4), largest] * 80)).data.image_size == side
+
+
+@pytest.mark.parametrize(
+    ("side", "rate", "words", "chosen"),
+    [
+        *((128, 1e3, "", (128, "small")), (96, 1e3, "", (128, "small")), (95, 1e3, "", (64, ""))),
+        *((300, 1e3, "", (256, "small")), (300, 1e2, "", (128, "small")), (300, 1, "", (32, ""))),
+        *((40, 1e3, "", (32, "")), (16, 1e3, "", (16, ""))),
+        *((300, 1e3, "--image_size 32", (32, "")), (300, 1e3, "--autoencoder small", (64, "small"))),
+        *((300, 1e3, "--alpha", (64, "")), (300, 1e3, "--train_num_steps 9", (64, ""))),
+    ],
+)
+def test_the_size_of_the_pictures(side: int, rate: float, words: str, chosen: tuple[int, str]) -> None:
+    """The largest size that the pictures have, if enough images fit into the time, and no flag sets it."""
+    config = parse(TrainConfig, "Train.", f"--dataset_path pictures {words}".split())
+    with patch.object(planning, "training_speed", lambda *_: Speed(rate)):
+        data = with_recipe(config, OwnPictures([(side, side + 10)] * 200)).data
+    assert (data.image_size, name_of(data.autoencoder)) == chosen
 
 
 def test_a_config_built_in_python_is_trained_as_it_is() -> None:
@@ -112,7 +133,7 @@ def test_flags_override_it() -> None:
     flags = chosen(800, "--augment 0 --stop_when_memorising")
     assert (flags["augment"], flags["stop_when_memorising"], flags["holdout"]) == (0, True, 0.05)
     assert chosen(800, "--holdout 0.2")["holdout"] == 0.2
-    assert chosen(800, "--autoencoder haar")["augment"] == 0
+    assert chosen(800, "--autoencoder small")["augment"] == 0
     given = chosen(800, "--dim 40 --batch_size 24 --learning_rate 1e-4 --ema_decay 0.5 --sample_every 7")
     assert (given["dim"], given["dim_mults"]) == (40, [1, 2, 3, 4]), "one's own network is left as it is"
     assert (given["batch_size"], given["global_batch_size"]) == (24, None)
@@ -215,7 +236,9 @@ def test_stratified_times_are_not_chosen_for_other_flows_or_times() -> None:
         (TrainConfig, "--mixed_precision no --batch_size 4", {"precisions": ("no",), "batch": 4}),
         (TrainConfig, "--image_size 24", {"starter": "unsuited", "sides": (24, 24), "augment": 0.15}),
         (TrainConfig, "--init_from starter --augment 0.3", {"starter": "requested", "augment": 0.3}),
-        (TrainConfig, "--autoencoder haar", {"starter": "unsuited", "augment": 0}),
+        (TrainConfig, "--autoencoder Other", {"starter": "unsuited", "augment": 0}),
+        (TrainConfig, "--autoencoder small", {"starter": "suited", "starter_dim": 48, "augment": 0}),
+        (TrainConfig, "--autoencoder small --init_from none", {"starter": "unsuited"}),
         *(
             (TrainConfig, words, {"starter": "unsuited"})
             for words in ("--alpha", "--prediction clean", "--init_from runs/other", "--init_from None")

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from rectified_flow.cli import distill
-from rectified_flow.cli.config import STARTER_FOLDER, TrainConfig
+from rectified_flow.cli.config import STARTERS, TrainConfig
 from rectified_flow.cli.train import train as run_training
 from rectified_flow.flags import flags_in, parse
 from rectified_flow.runs import checkpoint
@@ -91,7 +91,7 @@ def test_own_pictures_start_from_the_starter(flags: str, pictures: Path, tmp_pat
     assert (begun["init_from"], begun["dim"], begun["dim_mults"]) == ("starter", 32, [1, 2, 3])
     trained, starter = (
         checkpoint.load_tensors(checkpoint.resolve(folder), checkpoint.MODEL_FILE)
-        for folder in (tmp_path / "run", STARTER_FOLDER)
+        for folder in (tmp_path / "run", STARTERS / "pixels")
     )
     for name, value in starter.items():
         torch.testing.assert_close(trained[name], value.float(), atol=1e-5, rtol=0)

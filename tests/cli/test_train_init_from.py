@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from rectified_flow.cli.config import STARTER, STARTER_FOLDER, InitConfig
-from rectified_flow.cli.plan import STARTER_DIM
+from rectified_flow.cli.config import STARTERS, TrainConfig
+from rectified_flow.cli.plan import STARTER_DIMS
 from rectified_flow.cli.train import start_from
 from rectified_flow.condition import AugmentationLabels, ConditionSpecs, Labels
 from rectified_flow.errors import UsageError
+from rectified_flow.flags import parse
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.networks.unet import Unet
@@ -70,19 +71,21 @@ def test_where_nothing_fits(source: Path, conditions: ConditionSpecs) -> None:
         started(flow, source)
 
 
-def test_the_starter_is_an_undamaged_checkpoint() -> None:
-    origin = InitConfig(init_from=STARTER).origin
-    assert origin == STARTER_FOLDER
+@pytest.mark.parametrize("name", sorted(STARTER_DIMS))
+def test_the_starters_are_undamaged_checkpoints(name: str) -> None:
+    words = "--init_from starter" + f" --autoencoder {name}" * (name != "pixels")
+    origin = parse(TrainConfig, "Train.", words.split()).origin
+    assert origin == STARTERS / name
     weights = checkpoint.load_tensors(checkpoint.resolve(origin), checkpoint.MODEL_FILE)
     assert sum(weight.nbytes for weight in weights.values()) < 5e6
     assert all(weight.isfinite().all() for weight in weights.values())
 
 
 def test_the_starter_in_a_network_of_more_levels(tmp_path: Path) -> None:
-    network = Unet(STARTER_DIM, (1, 1, 2, 3), image_size=64, attention_sides=(8,), blocks_per_level=1)
+    network = Unet(STARTER_DIMS["pixels"], (1, 1, 2, 3), image_size=64, attention_sides=(8,), blocks_per_level=1)
     with redirect_stdout(StringIO()) as printed:
-        start_from(STARTER_FOLDER, TrainingConfig(output_dir=tmp_path / "new"), RectifiedFlow(network))
-    saved = checkpoint.load_tensors(checkpoint.resolve(STARTER_FOLDER), checkpoint.MODEL_FILE)
+        start_from(STARTERS / "pixels", TrainingConfig(output_dir=tmp_path / "new"), RectifiedFlow(network))
+    saved = checkpoint.load_tensors(checkpoint.resolve(STARTERS / "pixels"), checkpoint.MODEL_FILE)
     assert torch.equal(network.state_dict()["down.6.conv1.weight"], saved["down.4.conv1.weight"].float())
     assert "weights; not initialised: down.0.conv1, down.0.conv2" in printed.getvalue()
 

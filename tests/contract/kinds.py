@@ -20,6 +20,7 @@ from tests.text.tiny_encoder import write_encoder
 COUNT, SIDE = 24, 8
 UNET = "--image_size 8 --dim 8 --dim_mults 1"
 PLAIN = f"{UNET} --augment 0 --holdout 0"
+LATENT = "--image_size 16 --autoencoder small --dim 8 --dim_mults 1 --augment 0 --holdout 0"
 SCHEDULE = (
     "--global_batch_size 8 --learning_rate 1e-2 --lr_warmup_steps 2 --ema_decay 0.9"
     " --save_every 2 --log_every 1 --train_num_steps 4 --num_samples 3 --sample_steps 2"
@@ -194,7 +195,11 @@ KINDS: dict[str, Kind] = {
         preview_is_grid=False,  # it has captions below
         scores=("size_correlation", "parity_accuracy"),
     ),
-    "latents": Kind(f"--dataset_path {{data}}/pictures {PLAIN} --autoencoder haar", write_pictures, slow=("one_step",)),
+    "latents": Kind(
+        f"--dataset_path {{data}}/pictures {LATENT} --aspect_ratio 2:1",
+        write_pictures,
+        slow=("one_step",),
+    ),
     "floats": Kind(
         f"--dataset_path {{data}}/floats {PLAIN} --space transform=log show=2:magma",
         write_floats,
@@ -222,8 +227,9 @@ KINDS: dict[str, Kind] = {
     ),
     "paired latents": Translation(
         f"--dataset_path {{data}}/to --source_path {{data}}/from --paired --source_as condition {PLAIN}"
-        " --autoencoder haar",
+        " --autoencoder Haar",
         write_translations,
+        imports=("tests.extension.own_autoencoder",),
         export="--format page reads no measurements or latents to translate",
         slow=("evaluate", "one_step"),
     ),
@@ -283,7 +289,7 @@ KINDS: dict[str, Kind] = {
     ),
     "own autoencoder": guest(
         "own_autoencoder",
-        f"--dataset squares {UNET} --autoencoder Folded unit=0.5",
+        f"--dataset squares {UNET} --autoencoder Haar levels=1",
         calls=("sample", "evaluate", "one_step"),
     ),
     "own optimizer": guest(

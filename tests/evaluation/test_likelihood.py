@@ -19,7 +19,6 @@ from rectified_flow.evaluation.likelihood import bits_per_dimension, cubic_times
 from rectified_flow.flags import parse
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
-from rectified_flow.latents.autoencoders import Haar
 from rectified_flow.latents.space import Latents
 from rectified_flow.load import load_flow
 from rectified_flow.measurements.space import Fields
@@ -27,6 +26,7 @@ from rectified_flow.measurements.transforms import Asinh, Linear, Transform
 from rectified_flow.spaces.pixels import Pixels
 from tests.analytic import Gaussian, Optimal, image_gaussian
 from tests.evaluation.runs import COUNT, pictures_of, save_run
+from tests.extension.own_autoencoder import Haar
 from tests.ranks import run_on_ranks
 from tests.test_load import settings, unet
 

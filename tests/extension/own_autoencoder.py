@@ -1,26 +1,38 @@
-"""An autoencoder of one's own: 2x2 pixels become channels, brightness in a unit of its own."""
+"""An autoencoder of one's own: the Haar wavelet transform, orthonormal and exact."""
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 
 from rectified_flow import Autoencoder, register
 
+TRANSFORM = torch.tensor([[1, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]]) / 2
+"""Of 2x2 pixels: their mean, and their horizontal, vertical and diagonal difference."""
+
 
 @register
-class Folded(Autoencoder):
-    """Half of the side, four times the channels.
+class Haar(Autoencoder):
+    """Each level replaces 2x2 pixels by their mean and differences: half of the side, four times the channels.
 
     Args:
-        unit: latents are pixels divided by this.
+        levels: number of times that the side is halved.
     """
 
-    name = "folded"
+    name = "haar"
 
-    def __init__(self, unit: float) -> None:
-        self.unit, self.fingerprint = unit, f"folded {unit}"
+    def __init__(self, levels: int = 2) -> None:
+        self.levels, self.fingerprint = levels, f"haar {levels}"
 
     def encode(self, pictures: Tensor) -> tuple[Tensor, Tensor | None]:
-        return pixel_unshuffle(pictures, 2) / self.unit, None
+        x = pictures.float()
+        for _ in range(self.levels):
+            pixels = pixel_unshuffle(x, 2).unflatten(1, (-1, 4))
+            x = torch.einsum("ij,bcjhw->bcihw", TRANSFORM.to(x), pixels).flatten(1, 2)
+        return x, None
 
     def decode(self, latents: Tensor) -> Tensor:
-        return pixel_shuffle(latents * self.unit, 2)
+        x = latents.float()
+        for _ in range(self.levels):
+            pixels = torch.einsum("ij,bcihw->bcjhw", TRANSFORM.to(x), x.unflatten(1, (-1, 4)))
+            x = pixel_shuffle(pixels.flatten(1, 2), 2)
+        return x

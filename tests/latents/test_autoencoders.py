@@ -13,9 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from rectified_flow.data.sources.synthetic_flowers import SPECIES, draw_flower
 from rectified_flow.errors import UsageError
-from rectified_flow.latents.autoencoders import Haar, PretrainedAutoencoder, open_autoencoder
+from rectified_flow.latents.autoencoders import PretrainedAutoencoder
 from rectified_flow.latents.small import WEIGHTS, Small
 from rectified_flow.registry import build, describe
+from tests.extension.own_autoencoder import Haar
 from tests.latents.tiny_autoencoders import FRAMES, TINY, save_tiny
 
 KINDS = pytest.mark.parametrize("kind", list(TINY))
@@ -86,7 +87,7 @@ def test_it_is_described_with_the_fingerprint_of_its_weights(folder: Callable[[s
 def test_that_of_a_pipeline_is_found(tmp_path: Path) -> None:
     save_tiny("AutoencoderKL", tmp_path / "pipeline/vae")
     (tmp_path / "pipeline/model_index.json").write_text('{"_class_name": "StableDiffusionPipeline"}')
-    assert open_autoencoder(str(tmp_path / "pipeline")).shape_of(16) == (2, 4, 8, 8)
+    assert PretrainedAutoencoder(str(tmp_path / "pipeline")).shape_of(16) == (2, 4, 8, 8)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +182,7 @@ def test_its_weights_are_half_precision_and_at_most_two_million() -> None:
 
 
 def test_a_flow_of_other_weights_is_refused() -> None:
-    description = json.loads(json.dumps(describe(open_autoencoder("small"))))
+    description = json.loads(json.dumps(describe(Small())))
     build(description).prepare(torch.device("cpu"))
     with pytest.raises(UsageError, match="--autoencoder small has other weights than those that the flow"):
         build({**description, "fingerprint": "0"}).prepare(torch.device("cpu"))

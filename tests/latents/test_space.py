@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from rectified_flow.latents import space as latents_module
-from rectified_flow.latents.autoencoders import Haar
 from rectified_flow.latents.space import Latents
 from rectified_flow.randomness import BatchRows, deterministic
 from rectified_flow.registry import build, describe
+from tests.extension.own_autoencoder import Haar
 
 
 def space_of_two() -> Latents:

@@ -52,7 +52,7 @@ def test_underscores_and_hyphens() -> None:
         ("--image_size -1", "--image_size is -1; it must be at least 0"),
         ("--image_size 100000", "--image_size is 100000; it must be at most 16384"),
         ("--dim 1000000", "--dim is 1000000; it must be at most 4096"),
-        ("--alpha --autoencoder haar", "--alpha and --autoencoder exclude each other: pass one"),
+        ("--alpha --autoencoder small", "--alpha and --autoencoder exclude each other: pass one"),
         ("--one_step --prediction noise", "--prediction and --one_step exclude each other: pass one"),
         ("--one_step --flow Guest", "--one_step and --flow exclude each other: pass one"),
         ("--degrade grey --coupling ot", "--degrade and --coupling exclude each other: pass one"),

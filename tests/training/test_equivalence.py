@@ -139,7 +139,7 @@ def gradient(config: TrainingConfig, dataset: ImageDataset, tiny: Tiny) -> torch
     trainer.state.load(checkpoint.resolve(Path(config.resume)))
     batches = trainer._batches()
     for micro_batch in range(trainer.batch.accumulation):
-        trainer.stepper.backward(next(batches), micro_batch)
+        trainer.stepper.forward_backward(next(batches), micro_batch)
     return torch.cat([p.grad.flatten() for p in trainer.state.parameters.values() if p.grad is not None])
 
 

@@ -42,7 +42,7 @@ def test_one_number_a_step_is_asked_for_when_the_next_gradient_is_on_its_way(
     monkeypatch.setattr(trainer.state, "update_averages", lambda: None)
     events: list[str] = []
     verdicts: list[Tensor] = []
-    read, backward = _AsyncBool.read, trainer.stepper.backward
+    read, backward = _AsyncBool.read, trainer.stepper.forward_backward
 
     def read_and_tell(flag: _AsyncBool) -> bool:
         events.append("verdict")
@@ -54,7 +54,7 @@ def test_one_number_a_step_is_asked_for_when_the_next_gradient_is_on_its_way(
         return backward(batch, micro_batch)
 
     monkeypatch.setattr(_AsyncBool, "read", read_and_tell)
-    monkeypatch.setattr(trainer.stepper, "backward", backward_and_tell)
+    monkeypatch.setattr(trainer.stepper, "forward_backward", backward_and_tell)
     batches = trainer._batches()
     next(batches)
 
