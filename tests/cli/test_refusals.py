@@ -97,7 +97,6 @@ REFUSALS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("--evaluate_every 4", "--evaluate_every compares features of photographs"),
         ("--alpha", "--alpha is for pictures"),
         ("--augment 0 --autoencoder small", "--autoencoder encodes pictures"),
-        ("--space Pixels transform=log", "Pixels takes KEY=VALUE with the keys"),
     ],
     (ONE_STEP, FLOWERS): [
         ("--dataset_path {tmp}/nowhere", "is not a folder"),
