@@ -1,6 +1,7 @@
 """Tests of a run in a given time, whose plan is fixed when the run starts."""
 
 import json
+import re
 from contextlib import redirect_stdout, suppress
 from io import StringIO
 from pathlib import Path
@@ -95,6 +96,16 @@ def test_own_pictures_start_from_the_starter(flags: str, pictures: Path, tmp_pat
     )
     for name, value in starter.items():
         torch.testing.assert_close(trained[name], value.float(), atol=1e-5, rtol=0)
+
+
+def test_large_pictures_are_trained_on_as_latents_from_the_starter(tmp_path: Path) -> None:
+    for number, pixels in enumerate(np.random.default_rng(0).integers(256, size=(4, 130, 150, 3), dtype=np.uint8)):
+        (tmp_path / "pictures").mkdir(exist_ok=True)
+        Image.fromarray(pixels).save(tmp_path / f"pictures/{number}.png")
+    words = f"--dataset_path {tmp_path}/pictures --cache_dir {tmp_path}/cache --output_dir {tmp_path}/run --dry_run"
+    said = printed(f"{words} --budget 1m")
+    assert "size        --image_size 128 --autoencoder small: about 5,400 images in 1m" in said
+    assert re.search(r"starters/small/step_\d+: ([\d,]+) of \1 weights", said), "all of them are initialised"
 
 
 def test_a_run_on_small_pictures_has_their_size(pictures: Path, tmp_path: Path) -> None:
