@@ -31,9 +31,9 @@ SIZES = {  # images from which a size and its --autoencoder give better pictures
 }
 MIN_SHARE_OF_SIDE = 0.75  # of a size that pictures must have: smaller ones would be enlarged too much (not measured)
 WIDTHS = {16: 0, 24: 4_000, 32: 16_000, 48: 60_000, 64: 250_000}  # images from which --dim is better than the last one
-STARTER_DIMS = {"pixels": 32, "small": 48}  # --dim of the starters, by autoencoder
+STARTER_DIMS = {False: 32, True: 48}  # --dim of the starters for pixels and for latents
 STARTER_SIDE = 32  # of the starter for pixels; from this side on, 85% of the weights come from it (budget.md)
-WIDER_THAN_STARTER = {32: 0, 48: 1_000_000}  # images by --dim; the starter for latents was trained on 860,000
+WIDER_THAN_STARTER = {False: 0, True: 1_000_000}  # images; the starter for latents was trained on 860,000
 MAX_LEVELS, MIN_SIDE = 5, 8  # levels of the network, and the side of the lowest one, which has attention [px]
 SHORT = {"learning_rate": 2e-3, "lr_decay": "cosine"}
 MUON = {"optimizer": ("muon",), **SHORT}  # Fréchet distance 128, not 213 (budget.md)
@@ -43,7 +43,7 @@ BY_METHOD: dict[Method, dict[str, Any]] = {
     "distill": {**MUON, "flow": ("whole_fraction=0.75", "halves_fraction=0.5")},
     "reflow": MUON,  # distance -9% on the data of a teacher (budget.md)
 }
-MIN_BATCH, MIN_BATCH_OF_PATHS, MIN_BATCH_OF_GPU = 8, 16, 32  # 8 is better than 32 (budget.md); GPU: not measured
+MIN_BATCH, MIN_BATCH_OF_PATHS, MIN_BATCH_OF_LATENTS, MIN_BATCH_OF_GPU = 8, 16, 32, 32  # budget.md; GPU: a guess
 MAX_BATCH, MIN_STEPS = 256, 7000  # a larger batch needs at least so many steps (budget.md, "Batch size")
 BF16_GAIN = 1.1  # speed of bf16 on a CPU above which bf16 is chosen; measured gains are 1.3 or none (budget.md)
 SHORTER = "pass a smaller --image_size, or a longer --budget"
@@ -82,8 +82,8 @@ class Facts:
     network: str = ""
     """The origin of the network, if the plan does not choose it."""
     starter: Starter = "unsuited"
-    starter_dim: int = STARTER_DIMS["pixels"]
-    """Channels of the starter's network."""
+    latents: bool = False
+    """Whether the network works on latents of pictures."""
     precisions: tuple[str | None, ...] = (None,)
     """The precisions to choose from, the safest one first; None is the default of the device."""
     samples: int = 0
@@ -96,7 +96,7 @@ class Facts:
     @property
     def min_batch(self) -> int:
         """The smallest global batch size that a plan chooses."""
-        on_cpu = MIN_BATCH_OF_PATHS if self.method == "distill" else MIN_BATCH
+        on_cpu = MIN_BATCH_OF_LATENTS if self.latents else MIN_BATCH_OF_PATHS if self.method == "distill" else MIN_BATCH
         return self.processes * (MIN_BATCH_OF_GPU if self.device == "cuda" else on_cpu)
 
     @property
@@ -181,7 +181,8 @@ def settings_of(facts: Facts, trial: Trial) -> dict[str, Any]:
     settings |= {} if trial.dim is None else network_of(trial.dim, facts.sides)
     settings |= {"mixed_precision": trial.precision} if trial.precision else {}
     settings |= {"augment": trial.augment} if trial.augment else {}
-    settings |= {"init_from": "starter"} if facts.starter == "suited" and trial.dim == facts.starter_dim else {}
+    if facts.starter == "suited" and trial.dim == STARTER_DIMS[facts.latents]:
+        settings["init_from"] = "starter"
     return {name: value for name, value in settings.items() if name not in facts.fixed}
 
 
@@ -242,10 +243,9 @@ def _choose_width(facts: Facts, speeds: Mapping[Trial, Speed]) -> tuple[int | No
     if facts.network:
         return None, facts.network
     if facts.starter == "requested":
-        return facts.starter_dim, "the network of the starter"
-    least, needed = 0, 0
-    if facts.starter == "suited":
-        least, needed = facts.starter_dim, WIDER_THAN_STARTER[facts.starter_dim]
+        return STARTER_DIMS[facts.latents], "the network of the starter"
+    suits, latents = facts.starter == "suited", facts.latents
+    least, needed = (STARTER_DIMS[latents], WIDER_THAN_STARTER[latents]) if suits else (0, 0)
     chosen, *wider = [dim for dim in WIDTHS if dim >= least]
     for dim in wider:
         trial = Trial(dim, _choose_batch(facts, 0, facts.samples), facts.precisions[0])

@@ -42,7 +42,6 @@ from rectified_flow.training.speed import Speed, measure_speed, summarize
 
 DEFAULT_BUDGET = "1h"
 """Budget of runs on a folder of pictures and of runs with a teacher, unless a flag gives the length."""
-MEASURED_SIZES = 200  # number of pictures whose sizes are read before they are decoded
 LENGTH_FLAGS = {"num_epochs", "train_num_steps"}
 BATCH_FLAGS = {"global_batch_size", "batch_size"}
 NETWORK_FLAGS = ("network", "dim", "dim_mults")
@@ -104,7 +103,7 @@ def sides_of(source: ImageSource, crop: Crop) -> list[int]:
 
     def read() -> list[int]:
         sides = list[int]()
-        for number in range(0, len(source), ceil(len(source) / MEASURED_SIZES)):
+        for number in range(0, len(source), ceil(len(source) / 200)):  # of at most 200 pictures
             with suppress(Exception):  # a broken picture is reported when it is decoded
                 sides.append((max if crop == "none" else min)(source.size_of(number)))
         return sides
@@ -122,9 +121,10 @@ def _choose_size(config: TrainConfig, source: ImageSource, sides: Sequence[int])
         if median(sides) < plan.MIN_SHARE_OF_SIDE * side:
             continue
         flags = {"image_size": side, "autoencoder": autoencoder}
-        tried = replaced(config, {**flags, "global_batch_size": plan.MIN_BATCH * state.num_processes})
+        batch = plan.MIN_BATCH_OF_LATENTS if autoencoder else plan.MIN_BATCH
+        tried = replaced(config, {**flags, "global_batch_size": batch * state.num_processes})
         space = build_space(tried.data)
-        network = plan.network_of(plan.STARTER_DIMS[tried.starter], (space.shape or ())[1:])
+        network = plan.network_of(plan.STARTER_DIMS[bool(autoencoder)], (space.shape or ())[1:])
         images = plan.TRAINED_SHARE * seconds_of(time) * training_speed(replaced(tried, network), {}, space).rate
         if images >= min_images:
             text = f"about {images:,.0f} images in {time}; --image_size changes it"
@@ -230,7 +230,7 @@ def facts_of(config: TrainConfig, pictures: int, time: str, space: Space, why_ne
         augment=config.data.augment if "augment" in fixed else augment,
         network="the network of the teacher" if distilled else why_network,
         starter=_starter_of(config, sides),
-        starter_dim=plan.STARTER_DIMS.get(config.starter, 0),
+        latents=bool(config.data.autoencoder),
         precisions=precisions,
         samples=distilled.count if distilled else 0,
         drawn=stored.pairs if stored else None,

@@ -156,13 +156,13 @@ def test_a_longer_time_buys_a_wider_network_and_more_steps() -> None:
     assert widths == sorted(widths)
     assert widths[0] < widths[-1]
     assert [images(made) for made in plans] == sorted(images(made) for made in plans)
-    starters: list[tuple[Starter, int]] = [("suited", STARTER_DIMS["pixels"]), ("unsuited", min(WIDTHS))]
+    starters: list[tuple[Starter, int]] = [("suited", STARTER_DIMS[False]), ("unsuited", min(WIDTHS))]
     for starter, narrowest in starters:
         facts = replace(EMOJI, starter=starter)
         slow, fast = (plan(facts, Machine(rate)).settings for rate in (0.6, 1e5))
         assert (slow["dim"], fast["dim"]) == (narrowest, max(WIDTHS))
         assert (slow.get("init_from"), fast.get("init_from")) == ("starter" if starter == "suited" else None, None)
-    assert plan(replace(EMOJI, starter="requested"), Machine(1e5)).settings["dim"] == STARTER_DIMS["pixels"]
+    assert plan(replace(EMOJI, starter="requested"), Machine(1e5)).settings["dim"] == STARTER_DIMS[False]
 
 
 @pytest.mark.parametrize(

@@ -237,7 +237,7 @@ def test_stratified_times_are_not_chosen_for_other_flows_or_times() -> None:
         (TrainConfig, "--image_size 24", {"starter": "unsuited", "sides": (24, 24), "augment": 0.15}),
         (TrainConfig, "--init_from starter --augment 0.3", {"starter": "requested", "augment": 0.3}),
         (TrainConfig, "--autoencoder Other", {"starter": "unsuited", "augment": 0}),
-        (TrainConfig, "--autoencoder small", {"starter": "suited", "starter_dim": 48, "augment": 0}),
+        (TrainConfig, "--autoencoder small", {"starter": "suited", "latents": True, "augment": 0}),
         (TrainConfig, "--autoencoder small --init_from none", {"starter": "unsuited"}),
         *(
             (TrainConfig, words, {"starter": "unsuited"})

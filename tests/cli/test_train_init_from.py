@@ -71,7 +71,7 @@ def test_where_nothing_fits(source: Path, conditions: ConditionSpecs) -> None:
         started(flow, source)
 
 
-@pytest.mark.parametrize("name", sorted(STARTER_DIMS))
+@pytest.mark.parametrize("name", ["pixels", "small"])
 def test_the_starters_are_undamaged_checkpoints(name: str) -> None:
     words = "--init_from starter" + f" --autoencoder {name}" * (name != "pixels")
     origin = parse(TrainConfig, "Train.", words.split()).origin
@@ -82,7 +82,7 @@ def test_the_starters_are_undamaged_checkpoints(name: str) -> None:
 
 
 def test_the_starter_in_a_network_of_more_levels(tmp_path: Path) -> None:
-    network = Unet(STARTER_DIMS["pixels"], (1, 1, 2, 3), image_size=64, attention_sides=(8,), blocks_per_level=1)
+    network = Unet(STARTER_DIMS[False], (1, 1, 2, 3), image_size=64, attention_sides=(8,), blocks_per_level=1)
     with redirect_stdout(StringIO()) as printed:
         start_from(STARTERS / "pixels", TrainingConfig(output_dir=tmp_path / "new"), RectifiedFlow(network))
     saved = checkpoint.load_tensors(checkpoint.resolve(STARTERS / "pixels"), checkpoint.MODEL_FILE)
