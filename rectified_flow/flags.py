@@ -38,7 +38,7 @@ Probability = Annotated[float, Ge(0), Le(1)]
 Strength = Annotated[float, Gt(0), Le(1)]
 _PART = tyro.conf.arg(metavar="[NAME] [KEY=VALUE ...]")
 Part = Annotated[tuple[str, ...], _PART]
-"""A registered class or function by its name, and its arguments; their values are JSON, or strings."""
+"""Name of a registered class or function, and its arguments, whose values are JSON or strings."""
 IN_WORDS = {
     "greater than or equal to": "at least",
     "less than or equal to": "at most",
@@ -59,10 +59,10 @@ FORMER_FLAGS = {
 }
 """Flags of commit c5b7768 that have another name now. Flags that no longer exist are left out."""
 PARTS = ("autoencoder", "condition_on", "dataset", "flow", "network", "optimizer", "space", "time_distribution")
-"""Flags whose arguments were flags of their own, named ``*_options`` but for these two."""
+"""Flags that take arguments. Earlier, a second flag took them: ``*_options``, or the one in ``FORMER_OPTIONS``."""
 FORMER_OPTIONS = {"condition_on": "condition_types", "time_distribution": "time_options"}
 FORMER_SWITCHES = {"native_size": {"image_size": 0}, "skip_unpaired": {"skip_broken_images": True}}
-"""Flags that are values of other flags now."""
+"""Former flags, and the values of other flags that replace them."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Rule:
     recorded: bool = True
     """``config.json`` keeps the flag."""
     for_pictures: bool = False
-    """The flag has no effect on the items of a registered dataset."""
+    """The flag is refused if the data are items of a registered dataset."""
     shapes_training: bool = False
     """A resumed run with another value trains differently, which is reported."""
 
@@ -434,14 +434,14 @@ class Choice:
 
 
 def split_part(part: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the name of a part, empty if there is none, and its arguments; a text is a name."""
+    """Return the name of a part, which is empty if only arguments are given, and its arguments."""
     words = [part] if isinstance(part, str) else [*part]
     is_named = bool(words) and not re.match(r"[^\W\d]\w*=", words[0])  # paths and hub ids may contain =
     return (words[0], words[1:]) if is_named else ("", words)
 
 
 def name_of(part: Sequence[str]) -> str:
-    """Return the name of a part, empty if there is none."""
+    """Return the name of a part, which is empty if only arguments are given."""
     return split_part(part)[0]
 
 
@@ -500,10 +500,10 @@ def choose_named(flag: str, base: type, text: str) -> Any:
 
 
 def arguments_from(group: Flags, names: Iterable[str], target: Any) -> dict[str, Any]:
-    """Return the flags that are set, of those with the name of an argument of a class.
+    """Return the flags with some names that the user has changed, as arguments of a class.
 
     Raises:
-        UsageError: if one is set, and the class does not have the argument.
+        UsageError: if the class has no argument with the name of a changed flag.
     """
     values = {name: getattr(group, name) for name in names}
     given = {name: value for name, value in values.items() if value != getattr(type(group), name)}

@@ -1,7 +1,7 @@
 """Write a starter, the weights of ``--init_from starter``, from a run.
 
-The starters of the package were made as follows, that for pixels in about an hour on one core, that for latents of
-``--autoencoder small`` in two hours, on the pictures that the autoencoder was trained on:
+The following commands made the starters of the package. The starter for pixels took about an hour on one core. The
+starter for latents of ``--autoencoder small`` took two hours, on the training pictures of the autoencoder:
 
     python train_oxford.py --dataset synthetic-flowers --image_size 32 --dim 32 --dim_mults 1 2 3
         --network blocks_per_level=1 attention_sides=[8] --dropout 0 --budget 50m --output_dir runs/starter
@@ -28,7 +28,7 @@ FLAGS = ("network", "dim", "dim_mults", "dropout", "prediction")
 
 def main() -> None:
     """Write the averaged weights of a run, in half precision, and the flags of its network."""
-    parser = argparse.ArgumentParser(description="write the starter of the package from a run")
+    parser = argparse.ArgumentParser(description="write a starter of the package from a run")
     parser.add_argument("run", type=Path, help="a run, or a checkpoint")
     parser.add_argument("--folder", type=Path, default=None, help="folder to write (default: the package's)")
     arguments = parser.parse_args()

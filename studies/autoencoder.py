@@ -165,7 +165,7 @@ def new_network() -> SmallNetwork:
 
 
 def activations(critic: nn.Sequential, x: Tensor) -> list[Tensor]:
-    """Return the outputs of the activations of a discriminator, and its own output last."""
+    """Return the outputs of the activation layers of a discriminator, followed by its final output."""
     outputs = list[Tensor]()
     for layer in critic:
         x = layer(x)

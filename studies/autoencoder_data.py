@@ -234,10 +234,10 @@ def crops_of(source: Source, picture: Path | bytes | int) -> Iterator[NDArray[np
 
 @register
 class Crops(ImageSource):
-    """The training crops that :func:`build` wrote into a folder, as ``--dataset Crops``.
+    """The training crops that :func:`build` wrote into a folder; the dataset of ``--dataset Crops``.
 
     Args:
-        folder: the folder.
+        folder: the folder with ``training.npy`` and ``sources.json``.
     """
 
     def __init__(self, folder: str) -> None:

@@ -174,7 +174,7 @@ def choose_network(config: NetworkConfig) -> Choice:
     """
     choice = choose("network", nn.Module, config.network, but=Flow)  # flows are modules, too
     given = arguments_from(config, ("dim", "dim_mults", "dropout"), choice.target)
-    own = {"dropout": config.dropout} if issubclass(choice.target, Unet) else {}  # the class has none by default
+    own = {"dropout": config.dropout} if issubclass(choice.target, Unet) else {}  # by default, the class has none
     return replace(choice, arguments=own | given | dict(choice.arguments))
 
 

@@ -13,7 +13,7 @@ def check_sides(config: TrainConfig, space: Space) -> None:
     """Raise a UsageError if the levels of the Unet cannot halve the sides of the pictures, or of their latents."""
     size, levels = config.data.image_size, len(config.network.dim_mults)
     shape = space.shape or config.data.framing.shape
-    if len(shape) < 3:  # a registered network takes such items
+    if len(shape) < 3:  # items that are not pictures, for a registered network
         return
     height, width = shape[-2:]
     divisor, common = 2 ** (levels - 1), gcd(height, width)

@@ -30,9 +30,9 @@ from rectified_flow.runs.config import TrainingConfig
 
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}  # units of --budget
 UNET = "Unet"
-STARTER, NO_WEIGHTS = Path("starter"), Path("none")  # values of --init_from that are no folders
+STARTER, NO_WEIGHTS = Path("starter"), Path("none")  # values of --init_from that are not folders
 STARTERS = Path(__file__).parents[1] / "networks" / "starters"
-"""Folder of the weights that are installed with the package, by autoencoder."""
+"""Folder of the weights that are installed with the package, with a subfolder for each value of ``starter``."""
 Method = Literal["rectified", "mean_flow", "distill", "reflow"]
 
 
@@ -129,7 +129,7 @@ def seconds_of(budget: str) -> float:
     """Return the seconds of a time such as ``90s``, ``30m``, ``2h`` or ``1d``, with or without a plus sign.
 
     Raises:
-        UsageError: if it is no such time, or 0.
+        UsageError: if the text is not such a time, or the time is 0.
     """
     number, unit = budget[:-1].removeprefix("+"), SECONDS.get(budget[-1:])
     seconds = float(number) * unit if unit and re.fullmatch(r"[0-9]{1,6}(\.[0-9]+)?", number) else 0.0
@@ -173,7 +173,8 @@ class InitConfig(Flags):
     """Initial weights."""
 
     init_from: Path | None = None
-    """Checkpoint or run with initial weights, taken where shapes match; starter: those of the package; none: random."""
+    """Checkpoint or run whose weights initialise the network where their shapes match; starter: weights of the package;
+    none: random weights."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +210,7 @@ class TrainConfig:
 
     @property
     def starter(self) -> str:
-        """Name of the starter for these data: that of the autoencoder, or pixels."""
+        """Name of the starter for these data: the name of the autoencoder, or ``pixels``."""
         return name_of(self.data.autoencoder) or "pixels"
 
     @property

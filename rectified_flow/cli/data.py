@@ -85,11 +85,12 @@ def data_arguments_of(config: DataConfig) -> dict[str, Any]:
 
 
 def with_space(config: DataConfig, *, may_choose: bool = True) -> DataConfig:
-    """Return the flags of the data with the space of most files in the folder, and with the size of the first picture.
+    """Return the flags of the data with the space of most files, and the size of the first picture in place of 0.
 
     Args:
         config: the flags of the data.
-        may_choose: choose the space by the files if ``--space`` is not given; its arguments alone need the choice.
+        may_choose: whether to choose the space by the files if ``--space`` is not given. If ``--space`` has arguments
+            but no name, the space is always chosen.
     """
     folder = config.dataset_path
     is_free = (may_choose or config.space) and not name_of(config.space)
@@ -195,9 +196,9 @@ def add_columns(
 
 
 def split_of(pictures: ImageDataset, data: DataConfig) -> Split | None:
-    """Return the split by ``--holdout`` into training pictures and held-out pictures, which may be too few. Collective.
+    """Return the split by ``--holdout`` into training and held-out pictures; None without ``--holdout``. Collective.
 
-    None without ``--holdout``. The split of a run is the same wherever its pictures are opened.
+    One of the two parts may be too small. All programs that open the pictures of a run get the same split.
     """
     return hold_out(pictures, data.holdout, data.data_seed or 0) if data.holdout else None
 
@@ -235,8 +236,8 @@ def build_space(data: DataConfig, found: ImageDataset | ImageSource | Dataset[An
 
     Args:
         data: the flags of the data.
-        found: the data in a store, in the files of a folder, whose range is not known yet, or items, the first of which
-            has the shape of the data.
+        found: the data in a store; the files of a folder, whose range of values is not known yet; or items, the first
+            of which has the shape of the data.
 
     Raises:
         UsageError: if there is no such space or autoencoder, or the size of the pictures does not suit it.

@@ -37,7 +37,7 @@ Kind = Literal["pairs", "paths"]
 # Paths are sampled with the most accurate solver for few network calls. End points of midpoint steps are exact enough
 # for pairs.
 DEFAULTS: dict[Kind, tuple[int, int, Solver]] = {"paths": (5_000, 8, "ab2"), "pairs": (50_000, 16, "midpoint")}
-"""Number of samples, steps of each, and their solver."""
+"""Default number of samples, number of steps of each sample, and solver."""
 COMPARED = ("pairs", "steps", "points", "guidance_scale", "autoguidance", "seed", "pictures")
 """Settings that must match those of stored data."""
 COMPARED_UNFINISHED = ("precision", "teacher", "earlier")
@@ -51,8 +51,8 @@ class DistillationData:
     Args:
         teacher: the teacher's run or checkpoint.
         kind: ``pairs`` of noise and data, or ``paths`` between them.
-        count: the number of them.
-        folder: where they are stored.
+        count: number of pairs or paths.
+        folder: folder of the stored data.
         steps: intervals of each sample.
         solver: solver of an interval.
         guidance_scale: guidance of the teacher.
@@ -126,7 +126,7 @@ class Recipe:
     space: dict[str, Any] = field(default_factory=dict)
     teacher: str = ""
     earlier: str = ""
-    flags: dict[str, Any] = field(default_factory=dict)  # in recipes of commit c5b7768, like the next one
+    flags: dict[str, Any] = field(default_factory=dict)  # only in recipes of commit c5b7768, like sha256
     sha256: str = ""
 
 
@@ -181,7 +181,7 @@ def open_distilled(
 
 
 def recipe_of(distilled: DistillationData) -> Recipe | None:
-    """Return the recipe of the data, complete or not; None if nothing has been generated.
+    """Return the recipe of the data, which may be incomplete; None if nothing has been generated.
 
     Raises:
         UsageError: if it cannot be read.
@@ -192,10 +192,10 @@ def recipe_of(distilled: DistillationData) -> Recipe | None:
 
 
 def _check_recipe(recipe: Recipe, distilled: DistillationData, *, is_missing: bool) -> None:
-    """Check that a recipe can be followed, and that it is the one of the data that exist.
+    """Check that the data of a recipe can be generated, and that stored data have the same recipe.
 
     Raises:
-        UsageError: if the data differ from those that the flags ask for, or the teacher has no early checkpoint for
+        UsageError: if the stored data differ from the requested data, or the teacher has no early checkpoint for
             autoguidance.
     """
     if recipe.autoguidance != 1 and not recipe.earlier and is_missing:

@@ -32,8 +32,8 @@ def hold_out_pictures(pictures: ImageDataset, config: TrainConfig) -> Split | No
         config: the flags of the run.
 
     Raises:
-        UsageError: if the split of a flag, and not of a recipe, leaves too few pictures on a side, or
-            ``--stop_when_memorising`` has none.
+        UsageError: if a split that a flag requests leaves too few pictures in one of its parts, or
+            ``--stop_when_memorising`` has no held-out pictures.
     """
     state, share, split = PartialState(), config.data.holdout, split_of(pictures, config.data)
     asked = "holdout" in config.given or config.evaluation.stop_when_memorising

@@ -23,20 +23,20 @@ PASSES, AUGMENTED_PASSES = 400, 1000  # over 64 pictures of 16 px until 1% of th
 UNAUGMENTED_PASSES = 50  # no copies of 64 to 1,400 pictures without augmentation (small_data.md)
 MIN_LIMIT = 192_000  # images; a network learns too little in a shorter run on any number of pictures (small_data.md)
 MIN_IMAGES = 4_000  # the shortest measured run whose samples look like pictures had 4,800 images (budget.md)
-SIZES = {  # images from which a size and its --autoencoder give better pictures than the next one
-    (256, ("small",)): 400_000,  # a guess: four times the images that 128 px have in an hour
+SIZES = {  # images from which a size and its --autoencoder give better pictures than the next entry
+    (256, ("small",)): 400_000,  # a guess: four times the images of an hour at 128 px
     (128, ("small",)): MIN_IMAGES,
     (64, ()): MIN_IMAGES,
     (32, ()): 0,
 }
-MIN_SHARE_OF_SIDE = 0.75  # of a size that pictures must have: smaller ones would be enlarged too much (not measured)
+MIN_SHARE_OF_SIDE = 0.75  # smallest ratio of the side of the pictures to the chosen size; a guess
 WIDTHS = {16: 0, 24: 4_000, 32: 16_000, 48: 60_000, 64: 250_000}  # images from which --dim is better than the last one
 STARTER_DIMS = {False: 32, True: 48}  # --dim of the starters for pixels and for latents
 STARTER_SIDE = 32  # of the starter for pixels; from this side on, 85% of the weights come from it (budget.md)
-WIDER_THAN_STARTER = {False: 0, True: 1_000_000}  # images; the starter for latents was trained on 860,000
+WIDER_THAN_STARTER = {False: 0, True: 1_000_000}  # images for more channels; the starter for latents had 864,000
 MAX_LEVELS, MIN_SIDE = 5, 8  # levels of the network, and the side of the lowest one, which has attention [px]
 SHORT = {"learning_rate": 2e-3, "lr_decay": "cosine"}
-MUON = {"optimizer": ("muon",), **SHORT}  # Fréchet distance 128, not 213 (budget.md)
+MUON = {"optimizer": ("muon",), **SHORT}  # Fréchet distance 128 instead of 213 (budget.md)
 BY_METHOD: dict[Method, dict[str, Any]] = {
     "rectified": {**MUON, "time_distribution": ("stratified=True",)},  # distance -5% (budget.md)
     "mean_flow": {**SHORT, "learning_rate": 1e-3},  # Muon was measured on distillation data only (budget.md)

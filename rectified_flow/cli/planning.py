@@ -49,7 +49,7 @@ SIZE_FLAGS = {
     *("image_size", "aspect_ratio", "crop", "alpha", "space", "autoencoder", "augment", "init_from"),
     *("source_path", "degrade", *NETWORK_FLAGS),
 }
-"""Flags beside which the size of the pictures is not chosen."""
+"""Flags that disable the choice of the size of the pictures."""
 ALTERNATIVES = (
     LENGTH_FLAGS,
     BATCH_FLAGS,
@@ -99,7 +99,7 @@ def with_recipe(config: TrainConfig, source: ImageSource) -> TrainConfig:
 
 
 def sides_of(source: ImageSource, crop: Crop) -> list[int]:
-    """Return the sides of some pictures of a source [px]: the short ones, or with pads the long ones. Collective."""
+    """Return the shorter sides of some pictures of a source [px], or the longer sides if crop is none. Collective."""
 
     def read() -> list[int]:
         sides = list[int]()
@@ -127,7 +127,7 @@ def _choose_size(config: TrainConfig, source: ImageSource, sides: Sequence[int])
         network = plan.network_of(plan.STARTER_DIMS[bool(autoencoder)], (space.shape or ())[1:])
         images = plan.TRAINED_SHARE * seconds_of(time) * training_speed(replaced(tried, network), {}, space).rate
         if images >= min_images:
-            text = f"about {images:,.0f} images in {time}; --image_size changes it"
+            text = f"about {images:,.0f} images in {time}; --image_size overrides the choice"
             state.print(line("size", f"{' '.join(command_line(flags))}: {text}"))
             return flags
     return {}
@@ -138,7 +138,7 @@ def fixed_flags(config: TrainConfig, alternatives: Iterable[set[str]] = ALTERNAT
     fixed = set(config.given)
     for names in alternatives:
         fixed |= names if fixed & names else set()
-    return fixed | ({"time_distribution"} if name_of(config.flow.flow) else set())  # which other flows may not have
+    return fixed | ({"time_distribution"} if name_of(config.flow.flow) else set())  # other flows may have none
 
 
 def budget_of(config: TrainConfig) -> str | None:
@@ -174,7 +174,7 @@ def with_plan(
         space: the space of the data.
 
     Raises:
-        UsageError: if the time is too short, a step exceeds the memory, or there is no run to extend.
+        UsageError: if the time is too short, a step exceeds the memory, or there is no run to continue.
     """
     time = budget_of(config)
     if config.program.extends:
@@ -327,7 +327,7 @@ def _with_network(config: TrainConfig) -> tuple[TrainConfig, str]:
 
 
 def _starter_of(config: TrainConfig, sides: tuple[int, ...]) -> plan.Starter:
-    """Return whether this run can start from the starter, an RGB rectified flow that predicts velocities."""
+    """Return whether this run can start from a starter, a rectified flow of RGB pictures that predicts velocities."""
     if config.init.init_from == STARTER:
         return "requested"
     data, unlike = config.data, {"init_from", "prediction", "space", "alpha"} & config.given

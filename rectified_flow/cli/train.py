@@ -78,7 +78,7 @@ def train_run(config: TrainConfig) -> bool:
     state, dry_run = join(config), config.program.dry_run
     set_seed(config.run.seed)
 
-    # What the flags leave open is decided by the folders of the run, of its teacher and of the data.
+    # Settings that the flags leave open are taken from the folders of the run, of its teacher and of the data.
     config, has_begun = resolved(config)
     config = replace(config, data=with_space(config.data, may_choose=not (has_begun or config.teacher.teacher)))
     found = find_data(config.data)
@@ -89,7 +89,7 @@ def train_run(config: TrainConfig) -> bool:
     if config.program.look:
         return _look(replaced(config, {"autoencoder": ()}), found)
 
-    # All checks come before the decoding of the pictures, which can take hours.
+    # All checks that need no data precede the decoding of the pictures, which can take hours.
     space = _space_of(config, found, has_begun=has_begun)
     on_main(state, lambda: check_start(config.run, config.origin, writes=not dry_run))
     if not dry_run:
@@ -157,7 +157,7 @@ def check_flags(config: TrainConfig) -> None:
     refuse(noise, "has no effect with --source_as condition: leave it out")
     network, flow = choose_network(config.network), choose_flow(config)
     if (config.program.one_step or issubclass(flow.target, FlowMap)) and not takes_interval(network.target):
-        needed = "takes no r, the end of an interval, as a one-step generator needs: train a rectified flow alone"
+        needed = "has no input r, the end of an interval, which a one-step generator needs: train only a rectified flow"
         raise UsageError(f"--network {network.target.__name__} {needed}")
 
 
@@ -170,7 +170,7 @@ def check_items(config: TrainConfig) -> None:
 
 
 def _open_data(config: TrainConfig, found: Any) -> Any:
-    """Return the pictures of a source, with their columns and sources, or items as they are. Collective."""
+    """Return the pictures of a source with their columns and sources, or other items unchanged. Collective."""
     if not isinstance(found, ImageSource):
         return found
     pictures = open_data(config.run_data, found)
@@ -186,7 +186,7 @@ def _open_data(config: TrainConfig, found: Any) -> Any:
 
 
 def _summary(data: Any) -> dict[str, str]:
-    """Return a line on the data for the report of the run."""
+    """Return the line that describes the data in the report of the run."""
     return {"pictures": summarize_pictures(data)} if isinstance(data, ImageDataset) else {"items": str(len(data))}
 
 

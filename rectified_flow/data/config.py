@@ -36,8 +36,8 @@ class DataConfig(Flags):
     dataset_path: Annotated[Path | None, flag(local=True)] = None
     """Folder of your own pictures or measurements (with a subfolder per class, or none), or a local datasets folder."""
     image_size: Annotated[int, Interval(ge=0, le=16384)] = 64
-    """Short side of the images [px]; pictures are resized by their short side and cropped to --aspect_ratio. 0 takes
-    both from the size of the first picture."""
+    """Short side of the images [px]; pictures are resized by their short side and cropped to --aspect_ratio. 0 uses
+    the size and the aspect ratio of the first picture."""
     aspect_ratio: str = "1:1"
     """Width to height of the images, such as 3:2."""
     crop: Crop = "center"
@@ -48,7 +48,7 @@ class DataConfig(Flags):
     """Data space: Pixels, Fields for measurements (.npy, .tif, 16-bit .png), or a registered one; arguments of Fields
     are value_range, transform, show, channels_last and store_bits."""
     autoencoder: Annotated[Part, flag(local=True, for_pictures=True, excludes="augment"), default_is("none")] = ()
-    """Train on latents of small (in the package), a diffusers folder or hub id, or a registered one."""
+    """Train on latents of an autoencoder: small (in the package), a diffusers folder or hub id, or a registered one."""
     horizontal_flip: bool = True
     """Mirror half of the training images."""
     augment: Probability = 0.0
@@ -56,10 +56,10 @@ class DataConfig(Flags):
     holdout: Annotated[Fraction, flag(for_pictures=True)] = 0.0
     """Fraction of the images to hold out, to detect memorisation."""
     data_seed: Annotated[Seed | None, tyro.conf.Fixed, tyro.conf.Suppress] = None
-    """Seed of the held-out images, of unpaired sources, and of the choice among several captions: ``--seed`` when the
-    run began. No flag; a run and its students keep it."""
+    """Seed of the held-out images, of unpaired sources, and of the choice among several captions. It is not a flag: a
+    new run gets the value of ``--seed``, and a resumed run and its students keep that value."""
     skip_broken_images: bool = False
-    """Skip pictures that cannot be decoded, or have no partner with --paired, instead of stopping."""
+    """Skip pictures that cannot be decoded, or with --paired have no partner, instead of stopping."""
     exclude: Annotated[tuple[str, ...], tyro.conf.arg(metavar="LIST.txt | NAME ..."), default_is("none")] = ()
     """Pictures to leave out: paths in the folder, numbers of rows of a table, or a text file with one a line."""
     cache_dir: Annotated[
@@ -118,8 +118,8 @@ class ColumnConfig(Flags):
     condition_on: Annotated[
         tuple[str, ...], flag(for_pictures=True), tyro.conf.arg(metavar="COLUMN[=TYPE] ..."), default_is("none")
     ] = ()
-    """Columns to train on as conditions, of metadata.csv, metadata.jsonl, NAME.txt (text) or a dataset; or all. Their
-    values tell the type, unless it is given: caption, label, number, or a registered one."""
+    """Columns to train on as conditions, of metadata.csv, metadata.jsonl, NAME.txt (text) or a dataset; or all. TYPE
+    is caption, label, number, or a registered one; without it, the values determine the type."""
     text_encoder: Annotated[str | None, flag(local=True, needs="condition_on"), default_is("bag of words")] = None
     """Frozen text encoder for captions: folder or hub id of a sentence model, CLIP or T5 (transformers)."""
     text_tokens: Annotated[Natural, flag(needs="text_encoder")] = 0

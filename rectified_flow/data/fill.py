@@ -1,4 +1,4 @@
-"""Write a store: on all processes together, resumed after a kill, and finished by one rename."""
+"""Write stores with all processes together. Writing resumes after a kill, and one rename publishes a finished store."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,11 +23,11 @@ from rectified_flow.system.terminal import progress_bar
 
 REMEDY = "pass a writable folder with --cache_dir"
 Rows = Mapping[str, np.ndarray[Any, Any]]
-"""Consecutive rows ``[b, ...]`` by entry, of the type that is stored."""
+"""Consecutive rows ``[b, ...]`` by entry, of the type to store."""
 
 
 def key_of(*shaped_by: object) -> str:
-    """Return the part of a store's name that differs if the rows are made from something else."""
+    """Return a hash of everything that determines the rows of a store, for the name of the store."""
     return blake2b(repr(shaped_by).encode(), digest_size=8).hexdigest()
 
 
@@ -36,14 +36,14 @@ class StoreWriter(Artifact):
 
     Args:
         path: folder of the finished store.
-        length: number of rows, or the largest number.
+        length: number of rows, or an upper limit of it.
         kind: name of the rows in the plural, such as ``latents``, and the kind of the artifact.
         recipe: plain data to keep in ``recipe.json``; None keeps no such file. A store with a recipe is in a folder
             that the user chose, so a damaged one is refused instead of replaced.
         documents: names of further files, which the caller writes.
 
     Attributes:
-        shapes: shape of a row by file, ``NAME.DTYPE``; known once the first rows are made.
+        shapes: shape of a row by file, ``NAME.DTYPE``; known when the first rows have been made.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class StoreWriter(Artifact):
         self.length, self.recipe, self.shapes = length, recipe, dict[str, Sequence[int]]()
 
     def prepare(self) -> int:
-        """Make the stage unless there is one, and return the number of its rows. Call in one process only.
+        """Make the stage unless it exists, and return the number of rows in it. Call in one process only.
 
         Raises:
             OSError: if the stage cannot be made.
@@ -79,7 +79,7 @@ class StoreWriter(Artifact):
         remedy = "make room, or store fewer or smaller rows"
         require_disk(size, self.path.parent, f"{self.length} rows of the {self.kind}", remedy)
         self._declare({f"{name}.{values.dtype}": values.shape[1:] for name, values in rows.items()})
-        self.written(0)  # first, so that a stage never has a file that its marker does not list
+        self.written(0)  # recorded first: a stage never has a file that its marker does not list
         for name in self.shapes:
             (self.stage / name).touch()
 
@@ -87,7 +87,12 @@ class StoreWriter(Artifact):
         self.shapes, self.files = dict(shapes), (*shapes, *self.files)
 
     def write(self, first: int, rows: Rows, *, durable: bool = True) -> None:
-        """Write consecutive rows, the first of which has the number ``first``, and wait until they are on the disk.
+        """Write consecutive rows.
+
+        Args:
+            first: number of the first of these rows.
+            rows: the rows.
+            durable: whether to wait until the rows are on the disk.
 
         Raises:
             OSError: if the disk is full.
@@ -101,7 +106,7 @@ class StoreWriter(Artifact):
                 flush(file)
 
     def written(self, count: int) -> None:
-        """Record that so many rows are written and flushed. Call in one process only."""
+        """Record that the first ``count`` rows are written and flushed. Call in one process only."""
         self.reached({"done": count, "shapes": self.shapes})
 
     def complete(self, labels: np.ndarray[Any, np.dtype[np.int64]] | None = None, **info: Any) -> None:

@@ -281,7 +281,7 @@ def choose_columns(table: Table, wanted: Sequence[str], source: str) -> list[Col
 
     Args:
         table: all columns.
-        wanted: names of columns, or ``all``; ``COLUMN=TYPE`` asks for a kind.
+        wanted: names of columns, or ``all``; ``COLUMN=TYPE`` requests a kind.
         source: name of the pictures, for errors.
 
     Raises:
@@ -322,7 +322,7 @@ def _is_nested(value: Any) -> bool:
 def _spec(column: str, rows: Rows, named: str, kinds: Mapping[str, type[WrittenCondition]]) -> ColumnSpec | None:
     """Return a column as the named kind, or the one that its values suit; None if it has no values, or no kind."""
     if named not in ("", *kinds):
-        raise UsageError(f"--condition_on {column}={named} is no type: pass {', '.join(kinds)}")
+        raise UsageError(f"--condition_on {column}={named} is not a type: pass {', '.join(kinds)}")
     for value, place in rows:
         if _is_nested(value):
             raise UsageError(f"--condition_on {column} is neither a value nor a list of texts in {place}: leave it out")

@@ -56,10 +56,10 @@ def open_dataset(
         crop: part to keep: ``center``, ``random`` or ``none``. For random parts, images have a margin, and the
             space of a flow must know the shape of the parts: ``Pixels((3, image_size, image_size))``.
         alpha: keep transparency, as a fourth channel.
-        space: name of the space of the data, or a list of the name and of ``KEY=VALUE`` for the files. ``Fields``
-            reads the files of the folder as measurements, in their own type, instead of as uint8 pictures;
-            ``channels_last=True`` if the last axis of arrays is that of the channels, and ``store_bits=16`` for floats
-            of 16 bits.
+        space: name of the space of the data, or a list of the name and its arguments ``KEY=VALUE``. ``Fields`` reads
+            the files of the folder as measurements, in their own type, instead of as uint8 pictures. With
+            ``channels_last=True``, the last axis of an array is that of the channels; with ``store_bits=16``, floats
+            are stored with 16 bits.
         exclude: images to leave out: paths relative to the folder, or numbers of rows.
         source: the source of the images, in place of the one that ``dataset`` or ``dataset_path`` names.
 

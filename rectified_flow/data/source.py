@@ -1,4 +1,4 @@
-"""The contract of a source of images, and how its images become rows of a store."""
+"""The contract of a source of images, and the rows of a store that are made from its images."""
 
 from collections.abc import Sequence
 from typing import Any

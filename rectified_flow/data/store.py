@@ -1,4 +1,4 @@
-"""Datasets on stores: the rows of a store, with conditions and sources, one batch in one read."""
+"""Datasets that read the rows of a store with their conditions and sources, a whole batch at a time."""
 
 from collections.abc import Mapping, Sequence
 from copy import copy
@@ -210,7 +210,7 @@ class StoreDataset(Dataset[dict[str, Tensor]]):
         return [{name: values[row] for name, values in batch.items()} for row in range(len(indices))]
 
     def __getstate__(self) -> dict[str, Any]:
-        # What a process has read from the store is not pickled: other processes read it themselves.
+        # Attributes that were read from the store are not pickled: other processes read them themselves.
         kind = type(self)
         return {n: value for n, value in vars(self).items() if not isinstance(getattr(kind, n, None), cached_property)}
 

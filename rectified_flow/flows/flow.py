@@ -119,7 +119,7 @@ class Flow(nn.Module):
 
     @property
     def default_guidance(self) -> float:
-        """The guidance scale of programs unless a flag sets it."""
+        """The guidance scale that programs use unless a flag sets it."""
         return 1.0
 
     @property

@@ -17,7 +17,7 @@ from rectified_flow.registry import register
 
 
 def takes_interval(network: nn.Module | type[nn.Module]) -> bool:
-    """Return whether a network takes ``r``, the time at which an interval ends, beside the time ``t``."""
+    """Return whether a network has the input ``r``, the time at which an interval ends, beside the time ``t``."""
     inputs = signature(network.forward).parameters.values()
     return any(each.name == "r" or each.kind is each.VAR_KEYWORD for each in inputs)
 
@@ -46,7 +46,7 @@ class FlowMap(Flow):
     ) -> None:
         super().__init__(network, **settings)
         if not takes_interval(network):
-            raise ValueError(f"{type(network).__name__} takes no r, the end of an interval: train a rectified flow")
+            raise ValueError(f"{type(network).__name__} has no input r, the end of an interval: train a rectified flow")
         self.weight_power, self.weight_epsilon = weight_power, weight_epsilon
         self.logged: dict[str, Tensor] = {}
 

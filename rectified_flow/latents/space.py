@@ -93,7 +93,7 @@ class Latents(StoredLatents):
     Args:
         autoencoder: autoencoder that encoded the pictures.
         image_size: short side of the pictures [px].
-        shape: shape ``(c, h, w)`` of the latents; by default that of a square picture.
+        shape: shape ``(c, h, w)`` of the latents; by default, that of the latents of a square picture.
         mean: mean of each channel.
         std: standard deviation of each channel.
     """
@@ -114,7 +114,7 @@ class Latents(StoredLatents):
 
     @classmethod
     def of(cls, autoencoder: Sequence[str], shape: Shape) -> "Latents":
-        """Build the space of pictures ``(c, h, w)`` from the name of an autoencoder; scales are measured later.
+        """Build the space for pictures ``(c, h, w)`` and the autoencoder of the flags; scales are measured later.
 
         Raises:
             UsageError: if it does not exist, or the size of the pictures does not suit it.

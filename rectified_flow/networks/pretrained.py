@@ -1,4 +1,4 @@
-"""Frozen modules of a library, whose weights must be the same in sampling as in training."""
+"""Frozen modules of other libraries, whose weights must be the same in sampling as in training."""
 
 from abc import abstractmethod
 from collections.abc import Callable
@@ -32,15 +32,15 @@ class Pretrained:
     @staticmethod
     @abstractmethod
     def identity(source: str) -> tuple[object, nn.Module]:
-        """Return the settings and the module of a source, of which the fingerprint is the hash."""
+        """Return the settings and the module of a source; the fingerprint is the hash of both."""
 
     @property
     def fingerprint(self) -> str:
-        """The hash of the settings and weights, which are read only if they may be any."""
+        """The hash of the settings and weights, which are not read if the constructor got the hash."""
         return self._expected or hash_of(self.identity, self.source)
 
     def check(self) -> None:
-        """Raise a UsageError if the weights are not those of the training."""
+        """Raise a UsageError if the weights differ from those of the training."""
         if self._expected not in (None, hash_of(self.identity, self.source)):
             raise UsageError(
                 f"--{self.flag} {self.source} is not the {self.flag.replace('_', ' ')} that the flow was trained with: "

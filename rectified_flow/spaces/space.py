@@ -28,10 +28,10 @@ class Space(ABC):
     attributes, and checkpoints can name it. All random draws are in :meth:`augment`, from
     :mod:`rectified_flow.randomness`.
 
-    Programs build a space by its constructor, or by a classmethod ``of``. Its parameters are the
-    arguments in ``--space``, and of these: ``shape`` of a picture or an item, ``horizontal_flip``, ``augmentation``,
-    ``image_size``, the texts of ``--autoencoder`` as ``autoencoder``, and ``source``, the dataset or the files, which
-    have a ``space``.
+    Programs build a space with its constructor, or with a classmethod ``of``. Users set its parameters as arguments of
+    ``--space``. Programs pass the following parameters if there are any of these names: ``shape`` of a picture or an
+    item, ``horizontal_flip``, ``augmentation``, ``image_size``, ``autoencoder`` (the words of ``--autoencoder``), and
+    ``source`` (the dataset or the files, which have a ``space``).
     """
 
     key: ClassVar[str] = "images"

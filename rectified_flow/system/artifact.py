@@ -16,7 +16,7 @@ A typical build::
     artifact = Artifact(path, "text index", ("starts.uint64", "info.json"))
     with artifact.claimed("set RECTIFIED_FLOW_CACHE to a folder that can be written") as is_missing:
         if is_missing:
-            progress = artifact.begin()  # {} at first; what `reached` recorded last
+            progress = artifact.begin()  # {} at first, then the last record of `reached`
             ...  # write files into artifact.stage; after each part, flush it, then
             artifact.reached({"done": 100})
             artifact.finish()
@@ -81,7 +81,7 @@ class Marker:
     kind: str
     files: list[FileName]
     progress: dict[str, Any]
-    source: dict[str, Any] = field(default_factory=dict)  # written by commit c5b7768
+    source: dict[str, Any] = field(default_factory=dict)  # only commit c5b7768 wrote it
 
 
 class Artifact:
@@ -111,8 +111,8 @@ class Artifact:
     def claimed(self, remedy: str, timeout: float = -1) -> Iterator[bool]:
         """Yield whether the artifact must be built; if so, other builders are locked out inside the block.
 
-        A whole artifact is not locked, so that it can be read in a folder that cannot be written. Errors of the
-        operating system inside the block become a sentence.
+        A whole artifact is not locked, so that it can be read in a folder that cannot be written. An OSError inside the
+        block is raised as a UsageError.
 
         Args:
             remedy: advice for the error message, such as "pass a writable folder with --cache_dir".

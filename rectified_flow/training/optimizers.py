@@ -188,7 +188,7 @@ def find_optimizer(config: TrainingConfig, *, fused: bool) -> BuildOptimizer:
     """Return the builder of the registered optimizer that ``--optimizer`` names, with the flags of the run.
 
     A registered builder takes the trained parameters with their names. It gets the peak learning rate ``lr`` and
-    ``fused`` if it has a parameter for them, and the arguments in ``--optimizer``.
+    ``fused`` if it has a parameter for them, and the arguments of ``--optimizer``.
 
     Args:
         config: the run's flags.
@@ -196,7 +196,7 @@ def find_optimizer(config: TrainingConfig, *, fused: bool) -> BuildOptimizer:
             can skip a step whose gradient is not finite without a wait for the device. Other optimizers need the wait.
 
     Raises:
-        UsageError: if no optimizer is registered under that name, or an option does not fit it.
+        UsageError: if no optimizer is registered under that name, or an argument does not fit it.
     """
     choice = choose("optimizer", "optimizer", config.optimizer)
     return lambda parameters: choice.build(parameters=parameters, lr=config.learning_rate, fused=fused)

@@ -47,7 +47,7 @@ def test_a_network_without_the_end_of_an_interval_is_no_generator_in_one_step(
 ) -> None:
     """Refused before the first of both runs of ``--one_step``, too."""
     network = "--import tests.extension.own_space --network PointNetwork width=16"
-    assert_refused(script, 1, f"{network} {flags} --output_dir {tmp_path}/run", "--network PointNetwork takes no r")
+    assert_refused(script, 1, f"{network} {flags} --output_dir {tmp_path}/run", "--network PointNetwork has no input r")
     assert not (tmp_path / "run").exists()
 
 

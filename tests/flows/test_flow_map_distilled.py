@@ -20,7 +20,7 @@ def test_a_network_without_the_end_of_an_interval_is_refused() -> None:
         def forward(self, x: Tensor, t: Tensor) -> Tensor:
             return x
 
-    with pytest.raises(ValueError, match="Instantaneous takes no r, the end of an interval"):
+    with pytest.raises(ValueError, match="Instantaneous has no input r, the end of an interval"):
         DistilledFlow(Instantaneous())
 
 
