@@ -50,12 +50,7 @@ SIZE_FLAGS = {
     *("source_path", "degrade", *NETWORK_FLAGS),
 }
 """Flags that disable the choice of the size of the pictures."""
-ALTERNATIVES = (
-    LENGTH_FLAGS,
-    BATCH_FLAGS,
-    {*NETWORK_FLAGS},
-    {"optimizer", "learning_rate"},
-)
+ALTERNATIVES = (LENGTH_FLAGS, BATCH_FLAGS, {*NETWORK_FLAGS}, {"optimizer", "learning_rate"})
 """Groups of alternative flags. If the user sets one flag of a group, the recipe sets none of that group."""
 
 
@@ -121,8 +116,9 @@ def _choose_size(config: TrainConfig, source: ImageSource, sides: Sequence[int])
         if median(sides) < plan.MIN_SHARE_OF_SIDE * side:
             continue
         flags = {"image_size": side, "autoencoder": autoencoder}
-        batch = plan.MIN_BATCH_OF_LATENTS if autoencoder else plan.MIN_BATCH
-        tried = replaced(config, {**flags, "global_batch_size": batch * state.num_processes})
+        count = state.num_processes * (plan.MIN_BATCH_OF_LATENTS if autoencoder else plan.MIN_BATCH)
+        unknown = {"batch_size": None, "use_cfg": False, "guidance_scale": 1.0}  # before the data are open
+        tried = replaced(config, {**flags, **unknown, "global_batch_size": count})
         space = build_space(tried.data)
         network = plan.network_of(plan.STARTER_DIMS[bool(autoencoder)], (space.shape or ())[1:])
         images = plan.TRAINED_SHARE * seconds_of(time) * training_speed(replaced(tried, network), {}, space).rate

@@ -64,12 +64,13 @@ def test_small_pictures_are_not_enlarged(largest: tuple[int, int], words: str, s
         *((40, 1e3, "", (32, "")), (16, 1e3, "", (16, ""))),
         *((300, 1e3, "--image_size 32", (32, "")), (300, 1e3, "--autoencoder small", (64, "small"))),
         *((300, 1e3, "--alpha", (64, "")), (300, 1e3, "--train_num_steps 9", (64, ""))),
+        (100, 1e3, "--use_cfg --method mean_flow --guidance_scale 2 --batch_size 3", (128, "small")),
     ],
 )
 def test_the_size_of_the_pictures(side: int, rate: float, words: str, chosen: tuple[int, str]) -> None:
     """The largest size that the pictures have, if enough images fit into the time, and no flag sets it."""
     config = parse(TrainConfig, "Train.", f"--dataset_path pictures {words}".split())
-    with patch.object(planning, "training_speed", lambda *_: Speed(rate)):
+    with patch.object(planning, "measure_speed", lambda *_: Speed(rate)):
         data = with_recipe(config, OwnPictures([(side, side + 10)] * 200)).data
     assert (data.image_size, name_of(data.autoencoder)) == chosen
 
