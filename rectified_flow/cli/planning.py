@@ -328,6 +328,6 @@ def _starter_of(config: TrainConfig, sides: tuple[int, ...]) -> plan.Starter:
         return "requested"
     data, unlike = config.data, {"init_from", "prediction", "space", "alpha"} & config.given
     own_pictures = data.dataset_path is not None and not data.space and not name_of(config.flow.flow)
-    fits = config.starter == "small" or (config.starter == "pixels" and min(sides) >= plan.STARTER_SIDE)
+    fits = min(sides) in plan.STARTER_SIDES.get(config.starter, ())
     suits = config.method == "rectified" and own_pictures and not unlike and fits
     return "suited" if suits and config.teacher.teacher is None else "unsuited"

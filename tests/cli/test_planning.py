@@ -8,6 +8,7 @@ from accelerate import PartialState
 
 from rectified_flow.cli import planning
 from rectified_flow.cli.config import OneStepConfig, TrainConfig, TrainProgramConfig, seconds_of
+from rectified_flow.cli.data import build_space
 from rectified_flow.cli.planning import budget_of, check_length, chooses_network, facts_of, with_recipe
 from rectified_flow.data.config import DataConfig
 from rectified_flow.errors import UsageError
@@ -240,6 +241,7 @@ def test_stratified_times_are_not_chosen_for_other_flows_or_times() -> None:
         (TrainConfig, "--autoencoder Other", {"starter": "unsuited", "augment": 0}),
         (TrainConfig, "--autoencoder small", {"starter": "suited", "latents": True, "augment": 0}),
         (TrainConfig, "--autoencoder small --init_from none", {"starter": "unsuited"}),
+        (TrainConfig, "--autoencoder small --image_size 256", {"starter": "unsuited", "sides": (32, 32)}),
         *(
             (TrainConfig, words, {"starter": "unsuited"})
             for words in ("--alpha", "--prediction clean", "--init_from runs/other", "--init_from None")
@@ -260,7 +262,8 @@ def test_stratified_times_are_not_chosen_for_other_flows_or_times() -> None:
 def test_the_facts_of_a_run(kind: type[TrainConfig], words: str, expected: dict[str, object]) -> None:
     PartialState()
     config = parse(kind, "", f"--dataset_path pictures {words}".split())
-    facts = facts_of(config, 800, "1h", Pixels(), "")
+    space = build_space(config.data) if config.starter == "small" else Pixels()
+    facts = facts_of(config, 800, "1h", space, "")
     assert {name: getattr(facts, name) for name in expected} == expected
     assert (facts.seconds, facts.processes, facts.device) == (3600, 1, "cpu")
 
