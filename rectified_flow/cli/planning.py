@@ -98,7 +98,7 @@ def sides_of(source: ImageSource, crop: Crop) -> list[int]:
 
     def read() -> list[int]:
         sides = list[int]()
-        for number in range(0, len(source), ceil(len(source) / 200)):  # of at most 200 pictures
+        for number in range(0, len(source), len(source) // 200 + 1):  # of at most 200 pictures
             with suppress(Exception):  # a broken picture is reported when it is decoded
                 sides.append((max if crop == "none" else min)(source.size_of(number)))
         return sides
