@@ -132,6 +132,8 @@ def _space_of(config: TrainConfig, found: Any, *, has_begun: bool) -> Space:
     """Return the space of the data, whose scale may be unknown yet, after all checks that need no data."""
     space = build_space(config.data, found)
     check_source(config.data, config.source, space)
+    crops = space.autoencoder is not None and "crop" in config.given and config.data.crop == "random" and not has_begun
+    refuse({"crop random": crops}, "has no effect with --autoencoder, which encodes the centre: leave it out")
     by_features = config.evaluation.evaluate_every > 0 and "frechet" not in space.metrics
     refuse({"evaluate_every": by_features}, "compares features of photographs: leave it out, and run evaluate.py")
     if has_begun or not planning.chooses_network(config):

@@ -40,6 +40,7 @@ REFUSALS: dict[tuple[str, str], list[tuple[str, str]]] = {
             "--image_size 12 cannot be halved as often as --autoencoder small does",
         ),
         ("--image_size 24 --autoencoder small", "--image_size 24 gives latents of 3, not divisible by 2"),
+        ("--image_size 16 --autoencoder small --crop random", "--crop random has no effect with --autoencoder"),
         ("--optimizer nix", "--optimizer nix"),
         ("--space nix=1", "--space nix=1: Pixels takes KEY=VALUE"),
         ("--teacher_steps 7", "--teacher_steps needs --teacher"),
