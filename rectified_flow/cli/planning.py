@@ -46,7 +46,7 @@ LENGTH_FLAGS = {"num_epochs", "train_num_steps"}
 BATCH_FLAGS = {"global_batch_size", "batch_size"}
 NETWORK_FLAGS = ("network", "dim", "dim_mults")
 SIZE_FLAGS = {
-    *("image_size", "aspect_ratio", "crop", "alpha", "space", "autoencoder", "augment", "init_from"),
+    *("image_size", "aspect_ratio", "crop", "alpha", "space", "autoencoder", "augment"),
     *("source_path", "degrade", *NETWORK_FLAGS),
 }
 """Flags that disable the choice of the size of the pictures."""
@@ -109,7 +109,7 @@ def sides_of(source: ImageSource, crop: Crop) -> list[int]:
 def _choose_size(config: TrainConfig, source: ImageSource, sides: Sequence[int]) -> dict[str, Any]:
     """Return the flags of the largest size for which there is enough time, and print them. Collective."""
     state, time = PartialState(), budget_of(config)
-    is_own = isinstance(source, PictureFolder | HuggingFaceSource) and not config.data.space
+    is_own = isinstance(source, PictureFolder | HuggingFaceSource) and not config.data.space and config.origin is None
     if time is None or config.program.look or not is_own or not SIZE_FLAGS.isdisjoint(config.given) or not sides:
         return {}
     for (side, autoencoder), min_images in plan.SIZES.items():

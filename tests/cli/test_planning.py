@@ -65,6 +65,7 @@ def test_small_pictures_are_not_enlarged(largest: tuple[int, int], words: str, s
         *((40, 1e3, "", (32, "")), (16, 1e3, "", (16, ""))),
         *((300, 1e3, "--image_size 32", (32, "")), (300, 1e3, "--autoencoder small", (64, "small"))),
         *((300, 1e3, "--alpha", (64, "")), (300, 1e3, "--train_num_steps 9", (64, ""))),
+        *((128, 1e3, "--init_from none", (128, "small")), (128, 1e3, "--init_from runs/other", (64, ""))),
         (100, 1e3, "--use_cfg --method mean_flow --guidance_scale 2 --batch_size 3", (128, "small")),
     ],
 )
