@@ -55,4 +55,4 @@ def test_columns_that_have_changed(runs: Runs, tmp_path: Path) -> None:
     shutil.copytree(runs.data / "columns", tmp_path / "columns")
     (tmp_path / "columns/metadata.csv").unlink()
     refusal = runs.call("evaluate.py", f"--dataset_path {tmp_path}/columns", tmp_path / "out")
-    assert "is not in --condition_on, with none; write" in refusal
+    assert "does not exist in columns: its columns are none; write" in refusal
