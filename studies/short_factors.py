@@ -22,7 +22,7 @@ STUDY = Study(
         "rate 4e-3": changed("a similar distance", **CHOSEN, learning_rate=4e-3),
         "linear": changed("a similar distance", **{**CHOSEN, "decay": "linear"}),
         "cooldown": changed("a similar distance; its length can be changed late", **{**CHOSEN, "decay": "cooldown"}),
-        "3 iterations": changed("a similar distance", **CHOSEN, optimizer=("muon", "iterations=3")),
+        "3 iterations": changed("a similar distance", **{**CHOSEN, "optimizer": ("muon", "iterations=3")}),
         "ot": changed("a lower distance in 16 calls, as paths are straighter", **CHOSEN, flow_coupling="ot"),
         "time mean 0": changed("a similar distance", **CHOSEN, flow_time_distribution=LogitNormal(mean=0.0)),
         "stratified": changed("a lower distance, as gradients vary less", **CHOSEN, flow_time_distribution=STRATIFIED),
