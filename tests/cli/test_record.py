@@ -1,4 +1,4 @@
-"""What a recorded run is read as."""
+"""Tests of reading the flags that a run has recorded."""
 
 import pytest
 

@@ -7,7 +7,7 @@ from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 from rectified_flow import Autoencoder, register
 
 TRANSFORM = torch.tensor([[1, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]]) / 2
-"""Of 2x2 pixels: their mean, and their horizontal, vertical and diagonal difference."""
+"""The mean of 2x2 pixels, and their horizontal, vertical and diagonal differences, as a matrix."""
 
 
 @register

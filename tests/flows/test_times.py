@@ -45,7 +45,7 @@ def test_u_shaped_quantiles(steepness: float) -> None:
 
 
 def test_stratified_times_are_one_in_each_range_on_any_number_of_ranks() -> None:
-    """For each i, one row of the global batch has a time between the quantiles i / b and (i + 1) / b."""
+    """Each range between the quantiles i / b and (i + 1) / b has the time of one row of the global batch."""
     distribution, plain = LogitNormal(-0.5, 1.2, stratified=True), LogitNormal(-0.5, 1.2)
     with deterministic(BatchRows(0, 7, 8, slice(None))):
         whole = distribution.draw(8, CPU)
