@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from training_speed import write_photographs
 from turns import PEER, Row, Turns, describe_machine, print_rows, ratio, take_turns
 
-from rectified_flow.data.batch import GlobalBatch
+from rectified_flow.data import GlobalBatch
 from rectified_flow.data.build import open_store
 from rectified_flow.data.open import open_dataset
 from rectified_flow.data.sources.synthetic_flowers import SyntheticFlowers

@@ -39,7 +39,7 @@ from rectified_flow.cli.data import open_pictures
 from rectified_flow.cli.train import train as run_training
 from rectified_flow.data.config import DataConfig
 from rectified_flow.data.stream import Batch
-from rectified_flow.distributed.join import join_processes
+from rectified_flow.distributed import join_processes
 from rectified_flow.flows.flow import Flow, sample_batches
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.networks.unet import to_device

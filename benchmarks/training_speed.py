@@ -45,7 +45,7 @@ from rectified_flow.cli.config import NetworkConfig, TrainConfig
 from rectified_flow.cli.data import open_pictures
 from rectified_flow.data.config import DataConfig
 from rectified_flow.data.sources.synthetic_flowers import SyntheticFlowers
-from rectified_flow.distributed.join import join_processes
+from rectified_flow.distributed import join_processes
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.training.trainer import Trainer
 

@@ -4,7 +4,7 @@ from rectified_flow.condition import Labels as Labels
 from rectified_flow.condition import Picture as Picture
 from rectified_flow.data.open import OxfordFlowersDataset as OxfordFlowersDataset
 from rectified_flow.data.open import open_dataset as open_dataset
-from rectified_flow.data.source import ImageSource as ImageSource
+from rectified_flow.data.sources import ImageSource as ImageSource
 from rectified_flow.data.store import ImageDataset as ImageDataset
 from rectified_flow.errors import RunError as RunError
 from rectified_flow.errors import UsageError as UsageError
@@ -19,9 +19,9 @@ from rectified_flow.hub import save_pretrained as save_pretrained
 from rectified_flow.latents.autoencoders import Autoencoder as Autoencoder
 from rectified_flow.latents.autoencoders import PretrainedAutoencoder as PretrainedAutoencoder
 from rectified_flow.latents.small import Small as Small
+from rectified_flow.latents.space import LatentDataset as LatentDataset
 from rectified_flow.latents.space import Latents as Latents
-from rectified_flow.latents.store import LatentDataset as LatentDataset
-from rectified_flow.latents.store import encode_pictures as encode_pictures
+from rectified_flow.latents.space import encode_pictures as encode_pictures
 from rectified_flow.load import load_flow as load_flow
 from rectified_flow.networks.unet import Unet as Unet
 from rectified_flow.registry import register as register

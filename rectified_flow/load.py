@@ -11,8 +11,7 @@ import torch
 from accelerate import PartialState
 from typing_extensions import TypeVar
 
-from rectified_flow.distributed.collectives import on_main
-from rectified_flow.distributed.join import check_equal
+from rectified_flow.distributed import check_equal, on_main
 from rectified_flow.errors import UsageError
 from rectified_flow.flows.flow import Flow, network_of
 from rectified_flow.flows.mean import MeanFlow  # noqa: F401  registers the class

@@ -20,7 +20,7 @@ from torchvision.utils import save_image
 from rectified_flow import Evaluator, ImageDataset, Pixels, RectifiedFlow, Unet
 from rectified_flow.cli.data import add_columns
 from rectified_flow.data.config import ColumnConfig
-from rectified_flow.evaluation import agreement  # noqa: F401 -- it registers its score
+from rectified_flow.evaluation import scores  # noqa: F401 -- it registers its score
 from rectified_flow.evaluation.evaluator import Comparison, conditions_of
 from rectified_flow.flows.flow import sample_batches
 from rectified_flow.flows.solvers import Guidance

@@ -17,7 +17,7 @@ from rectified_flow.cli import planning, programs
 from rectified_flow.cli.config import TrainConfig
 from rectified_flow.cli.data import build_space
 from rectified_flow.cli.record import resolved
-from rectified_flow.data.source import ImageSource
+from rectified_flow.data.sources import ImageSource
 from rectified_flow.data.sources.folder import PictureFolder
 from rectified_flow.training.speed import Speed
 from tests.ranks import run_on_ranks

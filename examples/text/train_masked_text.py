@@ -27,7 +27,7 @@ from masked_model import HEAD, SPECIAL, MaskedModel
 from rectified_flow import Measurement, Trainer, TrainingConfig, randomness
 from rectified_flow.cli.build import join
 from rectified_flow.cli.config import ProgramConfig
-from rectified_flow.distributed.collectives import on_main
+from rectified_flow.distributed import on_main
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import Flags, Positive, recorded
 from rectified_flow.runs.resume import check_start

@@ -13,9 +13,8 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from rectified_flow import LatentDataset
-from rectified_flow.data.build import default_cache_dir
-from rectified_flow.data.fill import StoreWriter, claimed, fill, key_of
-from rectified_flow.distributed.collectives import on_main
+from rectified_flow.data.build import StoreWriter, claimed, default_cache_dir, fill, key_of
+from rectified_flow.distributed import on_main
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.system.files import prepare_folder, printable
 from wan import Wan

@@ -21,7 +21,7 @@ from clips import encode_clips, find_clips
 from rectified_flow import Callback, RectifiedFlow, Trainer, TrainingConfig
 from rectified_flow.cli.build import join
 from rectified_flow.cli.config import ProgramConfig, check_folders
-from rectified_flow.distributed.collectives import on_main
+from rectified_flow.distributed import on_main
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import Flags, Positive, Probability, default_is, recorded
 from rectified_flow.flows.times import LogitNormal

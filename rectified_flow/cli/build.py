@@ -13,7 +13,7 @@ from rectified_flow.cli.config import Method, NetworkConfig, TrainConfig
 from rectified_flow.cli.data import build_space, choose_degradation
 from rectified_flow.cli.flags.sampling import SamplingConfig, SolverConfig
 from rectified_flow.condition import ConditionSpecs, Picture, chosen
-from rectified_flow.distributed.join import check_equal, join_processes
+from rectified_flow.distributed import check_equal, join_processes
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import Choice, arguments_from, choose, plain, refuse, split_part
 from rectified_flow.flows.flow import SOURCE, Flow

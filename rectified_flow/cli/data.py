@@ -18,9 +18,8 @@ from rectified_flow.data.open import (
     space_of_folder,
     split_options,
 )
-from rectified_flow.data.pairs import pair_by_name
-from rectified_flow.data.source import ImageSource
-from rectified_flow.data.store import ImageDataset
+from rectified_flow.data.sources import ImageSource
+from rectified_flow.data.store import ImageDataset, pair_by_name
 from rectified_flow.data.stream import Batches
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.features import RealData

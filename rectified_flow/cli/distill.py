@@ -12,11 +12,10 @@ from torch import Tensor
 from rectified_flow import randomness
 from rectified_flow.cli.config import TrainConfig
 from rectified_flow.cli.data import check_classes, check_columns, split_of
+from rectified_flow.data.build import StoreWriter, claimed, fill
 from rectified_flow.data.config import DataConfig
-from rectified_flow.data.fill import StoreWriter, claimed, fill
-from rectified_flow.data.format import RECIPE_FILE
-from rectified_flow.data.store import ImageDataset, StoreDataset
-from rectified_flow.distributed.collectives import on_main
+from rectified_flow.data.store import RECIPE_FILE, ImageDataset, StoreDataset
+from rectified_flow.distributed import on_main
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.evaluator import conditions_of
 from rectified_flow.flows import Solver

@@ -12,12 +12,11 @@ from rectified_flow.cli.config import TrainConfig
 from rectified_flow.cli.data import check_classes, find_data, open_data, split_of
 from rectified_flow.cli.flags.sampling import EvaluateConfig, MeasureConfig
 from rectified_flow.cli.record import config_in
-from rectified_flow.data.source import ImageSource
+from rectified_flow.data.sources import ImageSource
 from rectified_flow.data.store import ImageDataset
-from rectified_flow.distributed.collectives import on_main
-from rectified_flow.distributed.join import check_equal
+from rectified_flow.distributed import check_equal, on_main
 from rectified_flow.errors import UsageError
-from rectified_flow.evaluation import agreement, likelihood, translation  # noqa: F401 -- they register scores
+from rectified_flow.evaluation import likelihood, scores  # noqa: F401 -- they register scores
 from rectified_flow.evaluation.evaluator import Comparison, Evaluator
 from rectified_flow.evaluation.features import RealData, RenderedItems
 from rectified_flow.evaluation.heldout import HeldOutPictures

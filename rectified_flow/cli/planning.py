@@ -21,11 +21,11 @@ from rectified_flow.cli.data import build_space, can_augment
 from rectified_flow.cli.distill import DistillationData, recipe_of
 from rectified_flow.cli.record import config_of
 from rectified_flow.condition import ConditionSpecs
-from rectified_flow.data.framing import Crop
-from rectified_flow.data.source import ImageSource
+from rectified_flow.data.config import Crop
+from rectified_flow.data.sources import ImageSource
 from rectified_flow.data.sources.folder import PictureFolder
 from rectified_flow.data.sources.huggingface import HuggingFaceSource
-from rectified_flow.distributed.collectives import on_main
+from rectified_flow.distributed import on_main
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import command_line, name_of, plain, refuse, replaced, values_of
 from rectified_flow.flows.flow import Flow

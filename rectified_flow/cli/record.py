@@ -12,7 +12,7 @@ from accelerate import PartialState
 from rectified_flow.cli.config import NetworkConfig, TrainConfig
 from rectified_flow.cli.distill import DistillationData, recipe_of
 from rectified_flow.data.config import RunData
-from rectified_flow.distributed.collectives import on_main
+from rectified_flow.distributed import on_main
 from rectified_flow.errors import DamageError, UsageError
 from rectified_flow.flags import Rule, based_on, checked, command_line, flags_in, plain, replaced, rules_of, values_of
 from rectified_flow.runs import checkpoint

@@ -17,8 +17,7 @@ from rectified_flow.cli.build import open_trained
 from rectified_flow.cli.flags.sampling import MeasureConfig, PicturesConfig, SampleConfig
 from rectified_flow.cli.sample_request import GRID_PICTURES, PREVIEW, SampleRequest, read_request
 from rectified_flow.condition import read_written
-from rectified_flow.distributed.collectives import on_main
-from rectified_flow.distributed.join import check_shared
+from rectified_flow.distributed import check_shared, on_main
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.features import GREY_LEVELS, RealData, average_colours, reference_features
 from rectified_flow.flags import replaced

@@ -24,10 +24,9 @@ from rectified_flow.cli.evaluations import build_evaluation_hook, build_heldout_
 from rectified_flow.cli.record import check_one_step, resolved
 from rectified_flow.condition import Labels
 from rectified_flow.data.config import RunData
-from rectified_flow.data.source import ImageSource
+from rectified_flow.data.sources import ImageSource
 from rectified_flow.data.store import ImageDataset
-from rectified_flow.distributed.collectives import on_main
-from rectified_flow.distributed.join import check_equal
+from rectified_flow.distributed import check_equal, on_main
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.features import RenderedItems
 from rectified_flow.evaluation.heldout import Split

@@ -10,9 +10,9 @@ from accelerate import PartialState
 
 from rectified_flow.data import OXFORD_FLOWERS
 from rectified_flow.data.build import open_store
-from rectified_flow.data.framing import Crop, Framing
+from rectified_flow.data.config import Crop, Framing
 from rectified_flow.data.metadata import Table
-from rectified_flow.data.source import ImageSource
+from rectified_flow.data.sources import ImageSource
 from rectified_flow.data.sources.folder import PictureFolder, find_files
 from rectified_flow.data.sources.huggingface import HuggingFaceSource, find_dataset_file
 from rectified_flow.data.sources.synthetic_flowers import SYNTHETIC_FLOWERS, SyntheticFlowers

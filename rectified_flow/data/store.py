@@ -1,26 +1,128 @@
-"""Datasets that read the rows of a store with their conditions and sources, a whole batch at a time."""
+"""The files of a store, and datasets that read its rows with their conditions and sources, a whole batch at a time.
+
+A store is an artifact: a file ``NAME.DTYPE`` ``[n, ...]`` for each entry of its items, such as ``images.uint8``,
+``labels.npy`` ``[n]`` (-1 without labels), ``info.json``, and the manifest by which a later change is noticed.
+"""
 
 from collections.abc import Mapping, Sequence
 from copy import copy
+from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Annotated, Any, Literal, NamedTuple, Self, cast
 
 import numpy as np
 import torch
+from accelerate import PartialState
+from pydantic import Field
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from rectified_flow.condition import Condition, Labels
-from rectified_flow.data.format import INFO_FILE, LABELS_FILE, ORIGINALS_FILE, Original, StoreInfo, mapped
+from rectified_flow.data.config import Framing
 from rectified_flow.data.metadata import Column
 from rectified_flow.data.stream import image_indices
+from rectified_flow.errors import UsageError
 from rectified_flow.randomness import mix
 from rectified_flow.registry import build
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.spaces.space import RGB, Space
 from rectified_flow.system.files import read_document, reading
+from rectified_flow.system.terminal import size_text
+
+IMAGES_FILE = "images.uint8"
+LABELS_FILE, INFO_FILE, RECIPE_FILE, ORIGINALS_FILE = "labels.npy", "info.json", "recipe.json", "originals.json"
+Positive = Annotated[int, Field(gt=0, lt=2**53)]
+
+
+@dataclass(frozen=True)
+class LatentInfo:
+    """The autoencoder and the scales of the latents of a store."""
+
+    autoencoder: str
+    """Name of the autoencoder, for display."""
+    pictures: str
+    """Fingerprint of the encoded images."""
+    mean: list[float]
+    """Mean of each channel over all images."""
+    std: list[float]
+    """Standard deviation of each channel over all images."""
+
+
+class Original(NamedTuple):
+    """The picture that a row of a store was made from."""
+
+    name: str
+    width: Positive
+    """Width before it was resized [px]."""
+    height: Positive
+    """Height before it was resized [px]."""
+
+
+@dataclass(frozen=True)
+class OriginalInfo:
+    """Properties of the images of a store before they were resized."""
+
+    width: list[Positive]
+    """Smallest and largest width [px]."""
+    height: list[Positive]
+    """Smallest and largest height [px]."""
+    enlarged: int
+    """Number of images that have fewer pixels than they are stored with."""
+    duplicates: int
+    """Number of images whose stored pixels equal those of an earlier one."""
+
+
+@dataclass(frozen=True)
+class StoreInfo:
+    """The contents of ``info.json``."""
+
+    content: str
+    """Hash of the rows and labels."""
+    source: str
+    """Source of the images, for display."""
+    length: Positive
+    image_size: Positive
+    rows: dict[str, tuple[Positive, ...]]
+    """Shape of a row by file, without the file of labels."""
+    class_names: list[str] = field(default_factory=list)
+    """Names of the classes by label; empty without labels."""
+    skipped: list[str] = field(default_factory=list)
+    """Broken images that were left out."""
+    latents: LatentInfo | None = None
+    framing: Framing | None = None
+    """Form of the images; None for other rows than images."""
+    originals: OriginalInfo | None = None
+    space: dict[str, Any] | None = None
+    """Description of the space of the stored rows; None for pictures."""
+
+    @property
+    def size_text(self) -> str:
+        """Sides of the images: ``64``, or ``96x64``."""
+        if self.framing is not None:
+            return self.framing.size_text
+        _, height, width = self.rows.get(IMAGES_FILE, (3, self.image_size, self.image_size))
+        return size_text(width, height)
+
+
+def dtype_of(name: str) -> np.dtype[Any]:
+    """Return the type of the values in a store's file ``NAME.DTYPE``."""
+    return np.dtype(Path(name).suffix[1:])
+
+
+def mapped(file: Path, shape: tuple[int, ...] = ()) -> np.ndarray[Any, Any]:
+    """Return the array in ``file``, of that shape unless it is ``.npy``, as a memory map not to be written to."""
+
+    def in_mode(mode: Literal["r", "c"]) -> np.ndarray[Any, Any]:
+        if file.suffix == ".npy":
+            return cast(np.ndarray[Any, Any], np.load(file, mmap_mode=mode))
+        return np.memmap(file, dtype_of(file.name), mode, shape=shape)
+
+    try:
+        return in_mode("r")
+    except OSError:  # some network file systems refuse a shared map
+        return in_mode("c")
 
 
 class StoreDataset(Dataset[dict[str, Tensor]]):
@@ -252,3 +354,63 @@ class ImageDataset(StoreDataset):
         if images.dtype == torch.uint8 and images.shape[1:] == (RGB, *(self.space.shape or images.shape[1:])[1:]):
             return images
         return self.space.render(self.space.decode(self.space.encode(images)))
+
+
+def pair_by_name(pictures: ImageDataset, source: ImageDataset, *, skip_unpaired: bool) -> ImageDataset:
+    """Return the pictures, each with the picture of the same name in ``source`` as its source.
+
+    Args:
+        pictures: the pictures to generate.
+        source: the pictures to start from.
+        skip_unpaired: leave out pictures without a partner of the same shape, and print their number.
+
+    Raises:
+        UsageError: if pictures have no partner, or one of another shape, and ``skip_unpaired`` is off or none has one.
+    """
+    mine, theirs = _rows_by_stem(pictures), _rows_by_stem(source)
+    where = f"--source_path {source.info.source} and --dataset_path {pictures.info.source}"
+    both = [stem for stem in mine if stem in theirs]
+    excluded = {_stem(name) for name in pictures.arguments.get("exclude", ())}
+    alone = [stem for stem in (*mine, *theirs) if (stem in mine) != (stem in theirs) and stem not in excluded]
+    if not both:
+        raise UsageError(
+            f"{where} have no file names in common ({alone[0]} has no partner): rename the files of a pair alike"
+        )
+    originals = {stem: (pictures.originals[mine[stem]], source.originals[theirs[stem]]) for stem in both}
+    unlike = [stem for stem in both if not _is_alike(*originals[stem])]
+    found = f"{len(alone)} pictures in {where} have no partner, such as {alone[0]}" if alone else ""
+    remedy = "add the partner"
+    if unlike:
+        shapes = " and ".join(size_text(each.width, each.height) for each in originals[unlike[0]])
+        found = f"{len(unlike)} of {len(both)} pairs in {where} differ in shape, such as {unlike[0]} ({shapes})"
+        remedy = "crop both pictures alike"
+    if found and (not skip_unpaired or len(unlike) == len(both)):
+        raise UsageError(f"{found}: {remedy}, or pass --skip_broken_images")
+    if found:
+        PartialState().print(f"note: {found}; they are left out")
+    fit = {stem: row for stem, row in theirs.items() if stem not in {*unlike}}
+    partners = [fit.get(stem, -1) for stem in mine]
+    paired = pictures.with_source(source, partners)
+    return paired.subset([row for row, partner in enumerate(partners) if partner >= 0])
+
+
+def _stem(name: str) -> str:
+    return str(Path(name).with_suffix(""))
+
+
+def _rows_by_stem(pictures: ImageDataset) -> dict[str, int]:
+    """Return the row of each picture by its name without the suffix.
+
+    Raises:
+        UsageError: if two names differ in their suffixes alone.
+    """
+    rows = dict[str, int]()
+    for row, name in enumerate(pictures.names):
+        if rows.setdefault(_stem(name), row) != row:
+            raise UsageError(f"--paired needs different names, and {name} differs from another by its suffix alone")
+    return rows
+
+
+def _is_alike(one: Original, other: Original) -> bool:
+    """Return whether two pictures have the same ratio of width to height, up to one pixel."""
+    return abs(one.width * other.height - one.height * other.width) <= max(one.width, one.height, *other[1:])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from rectified_flow.data.batch import GlobalBatch
+from rectified_flow.data import GlobalBatch
 from rectified_flow.randomness import mix
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rectified_flow import randomness
 from rectified_flow.data.store import ImageDataset
-from rectified_flow.distributed.collectives import map_over_ranks
+from rectified_flow.distributed import map_over_ranks
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation import FeatureNetwork
 from rectified_flow.evaluation.distances import Metric, RealFeatures, nearest, nearness

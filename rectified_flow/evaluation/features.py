@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.data.stream import Batches, fingerprint_of
-from rectified_flow.distributed.collectives import map_over_ranks, on_main
+from rectified_flow.distributed import map_over_ranks, on_main
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.evaluation import FeatureNetwork
 from rectified_flow.flows.flow import SOURCE, Flow

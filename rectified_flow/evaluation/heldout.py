@@ -18,7 +18,7 @@ from torch.utils.data import ConcatDataset
 from rectified_flow import randomness
 from rectified_flow.data.store import ImageDataset, StoreDataset
 from rectified_flow.data.stream import permuted
-from rectified_flow.distributed.collectives import map_over_ranks, on_main
+from rectified_flow.distributed import map_over_ranks, on_main
 from rectified_flow.evaluation.distances import near_duplicates, perceptual_hashes
 from rectified_flow.evaluation.features import average_colours, in_batches, reference_features, stored_batch
 from rectified_flow.flows.flow import Flow, expand

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from rectified_flow import randomness
 from rectified_flow.condition import Values
-from rectified_flow.distributed.collectives import map_over_ranks, on_main
+from rectified_flow.distributed import map_over_ranks, on_main
 from rectified_flow.errors import RunError, UsageError
 from rectified_flow.evaluation.evaluator import Comparison
 from rectified_flow.evaluation.features import RealData, in_batches, stored_batch

@@ -6,9 +6,8 @@ import numpy as np
 from accelerate import PartialState
 from tqdm.auto import tqdm
 
-from rectified_flow.data.format import OriginalInfo
-from rectified_flow.data.store import ImageDataset
-from rectified_flow.distributed.collectives import on_main
+from rectified_flow.data.store import ImageDataset, OriginalInfo
+from rectified_flow.distributed import on_main
 from rectified_flow.evaluation.distances import count_near_duplicates
 from rectified_flow.evaluation.features import average_colours, reference_features
 from rectified_flow.randomness import Samples, deterministic

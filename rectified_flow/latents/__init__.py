@@ -2,7 +2,6 @@
 
 from rectified_flow.latents.autoencoders import Autoencoder
 from rectified_flow.latents.small import Small
-from rectified_flow.latents.space import Latents
-from rectified_flow.latents.store import LatentDataset, encode_pictures
+from rectified_flow.latents.space import LatentDataset, Latents, encode_pictures
 
 __all__ = ["Autoencoder", "LatentDataset", "Latents", "Small", "encode_pictures"]

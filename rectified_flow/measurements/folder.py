@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from rectified_flow.data.framing import Framing
-from rectified_flow.data.source import PictureRows, Row
+from rectified_flow.data.config import Framing
+from rectified_flow.data.sources import PictureRows, Row
 from rectified_flow.data.sources.folder import FileFolder, is_image
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.measurements.files import (
@@ -17,11 +17,11 @@ from rectified_flow.measurements.files import (
     Array,
     Field,
     StoreBits,
+    fit_field,
     is_measured,
     read_field,
     stored_type,
 )
-from rectified_flow.measurements.resizing import fit_field
 from rectified_flow.measurements.space import Fields, default_show
 from rectified_flow.registry import describe, register
 from rectified_flow.system.files import printable

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.data.stream import Batches
-from rectified_flow.distributed.collectives import map_over_ranks
+from rectified_flow.distributed import map_over_ranks
 from rectified_flow.evaluation.evaluator import Comparison
 from rectified_flow.evaluation.features import RenderedItems
 from rectified_flow.flows.flow import Flow

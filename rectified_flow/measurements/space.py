@@ -1,5 +1,6 @@
 """Fields: a space of measurements, which converts between physical units and values of about -1 to 1."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cache
@@ -15,13 +16,99 @@ from rectified_flow import randomness
 from rectified_flow.condition import AugmentationLabels, ConditionSpecs, Values, as_number
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import choose_named
-from rectified_flow.measurements.files import Array, FieldFormat, encode_field, read_field
-from rectified_flow.measurements.resizing import fit_field
-from rectified_flow.measurements.transforms import Linear, Transform
+from rectified_flow.measurements.files import Array, FieldFormat, encode_field, fit_field, read_field
 from rectified_flow.registry import describe, register
 from rectified_flow.spaces.augmentation import NUMBERS, augmented
 from rectified_flow.spaces.pixels import cropped, mirrored
 from rectified_flow.spaces.space import RGB, Space
+
+
+class Transform(ABC):
+    """An increasing, differentiable function of a value in physical units, with its inverse.
+
+    Register a subclass and keep its constructor's arguments as attributes, and ``--transform`` and checkpoints can name
+    it.
+    """
+
+    @abstractmethod
+    def __call__(self, values: Tensor) -> Tensor:
+        """Transform values of any shape; those that have no transform become infinite or NaN."""
+
+    @abstractmethod
+    def inverse(self, values: Tensor) -> Tensor:
+        """Return the values in physical units."""
+
+    @torch.enable_grad()
+    def log_slope(self, values: Tensor) -> Tensor:
+        """Return the logarithm of the derivative at values in physical units."""
+        values = values.detach().requires_grad_()
+        [slope] = torch.autograd.grad(self(values).sum(), values)
+        return slope.log()
+
+
+@register
+class Linear(Transform):
+    """No change."""
+
+    def __call__(self, values: Tensor) -> Tensor:
+        """Return the values."""
+        return values
+
+    def inverse(self, values: Tensor) -> Tensor:
+        """Return the values."""
+        return values
+
+
+@register
+class Log(Transform):
+    """The natural logarithm, for positive values over several orders of magnitude."""
+
+    def __call__(self, values: Tensor) -> Tensor:
+        """Return the logarithms."""
+        return values.log()
+
+    def inverse(self, values: Tensor) -> Tensor:
+        """Return the exponentials."""
+        return values.exp()
+
+
+@register
+class Asinh(Transform):
+    """The inverse hyperbolic sine: linear for values below ``scale``, logarithmic far above, and defined for all.
+
+    Args:
+        scale: magnitude at which the logarithmic part begins, in the unit of the data.
+
+    Raises:
+        ValueError: if the scale is not positive.
+    """
+
+    def __init__(self, scale: float = 1.0) -> None:
+        if not scale > 0:
+            raise ValueError(f"the scale is {scale:g}; it must be positive")
+        self.scale = scale
+
+    def __call__(self, values: Tensor) -> Tensor:
+        """Return ``asinh(v / scale)``."""
+        return torch.asinh(values / self.scale)
+
+    def inverse(self, values: Tensor) -> Tensor:
+        """Return ``scale * sinh(y)``."""
+        return self.scale * torch.sinh(values)
+
+
+@register
+class Sqrt(Transform):
+    """The square root, which evens out the noise of counts; for values below 0, minus that of their magnitude."""
+
+    def __call__(self, values: Tensor) -> Tensor:
+        """Return ``sqrt(v)``, and ``-sqrt(-v)`` below 0."""
+        return values.sign() * values.abs().sqrt()
+
+    def inverse(self, values: Tensor) -> Tensor:
+        """Return ``y |y|``."""
+        return values * values.abs()
+
 
 if TYPE_CHECKING:
     from rectified_flow.system.pictures import Legend

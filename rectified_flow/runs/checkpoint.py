@@ -20,7 +20,7 @@ from safetensors.torch import save as save_to_bytes
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from rectified_flow.distributed.collectives import any_rank, on_main
+from rectified_flow.distributed import any_rank, on_main
 from rectified_flow.errors import DamageError, UsageError, first_line
 from rectified_flow.runs.config import CHECKPOINTS
 from rectified_flow.runs.folder import BEST

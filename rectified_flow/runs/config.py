@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Interval
 
-from rectified_flow.data.batch import GlobalBatch
+from rectified_flow.data import GlobalBatch
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import (
     Flags,

@@ -14,8 +14,7 @@ from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
 from rectified_flow.data.stream import fingerprint_of
-from rectified_flow.distributed.collectives import on_main
-from rectified_flow.distributed.join import check_equal, check_shared
+from rectified_flow.distributed import check_equal, check_shared, on_main
 from rectified_flow.errors import RunError, UsageError, first_line
 from rectified_flow.flags import plain
 from rectified_flow.registry import describe

@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, is_initialized
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
 
-from rectified_flow.distributed.join import join_processes
+from rectified_flow.distributed import join_processes
 from rectified_flow.errors import UsageError
 from rectified_flow.runs.config import MixedPrecision, TrainingConfig
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rectified_flow.distributed.collectives import map_over_ranks, on_main
+from rectified_flow.distributed import map_over_ranks, on_main
 from rectified_flow.errors import RunError, UsageError
 from rectified_flow.system.signals import Interrupted
 from rectified_flow.training.trainer import Callback, Trainer

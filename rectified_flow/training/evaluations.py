@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from rectified_flow.distributed.collectives import on_main
+from rectified_flow.distributed import on_main
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.evaluator import Evaluator
 from rectified_flow.evaluation.heldout import HeldOutLoss, HeldOutPictures, judge

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from rectified_flow.condition import chosen
-from rectified_flow.data.batch import GlobalBatch
+from rectified_flow.data import GlobalBatch
 from rectified_flow.data.stream import Batch, Batches, StreamSampler
 from rectified_flow.errors import RunError, UsageError
 from rectified_flow.flows.flow import SOURCE, Flow

@@ -7,7 +7,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from rectified_flow.distributed.collectives import map_over_ranks
+from rectified_flow.distributed import map_over_ranks
 from rectified_flow.evaluation.evaluator import conditions_of, render_sources
 from rectified_flow.flows.flow import SOURCE, sample_batches
 from rectified_flow.flows.solvers import Guidance

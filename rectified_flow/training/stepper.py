@@ -24,9 +24,9 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
-from rectified_flow.data.batch import GlobalBatch
+from rectified_flow.data import GlobalBatch
 from rectified_flow.data.stream import Batch
-from rectified_flow.distributed.collectives import any_rank
+from rectified_flow.distributed import any_rank
 from rectified_flow.errors import RunError
 from rectified_flow.randomness import BatchRows, deterministic
 from rectified_flow.runs.config import TrainingConfig

@@ -12,14 +12,14 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from rectified_flow.data.stream import Batch, Batches, StreamSampler, image_indices
-from rectified_flow.distributed.collectives import (
+from rectified_flow.distributed import (
+    STARTUP_TIMEOUT,
     any_rank,
     check_equal_weights,
     gather_scalars,
     on_main,
     set_collective_timeout,
 )
-from rectified_flow.distributed.join import STARTUP_TIMEOUT
 from rectified_flow.errors import UsageError
 from rectified_flow.flows.flow import Flow
 from rectified_flow.networks.unet import to_device

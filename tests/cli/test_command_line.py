@@ -15,7 +15,7 @@ from rectified_flow.cli.config import OneStepConfig, TrainConfig
 from rectified_flow.cli.flags.sampling import EvaluateConfig, ExportConfig, SampleConfig
 from rectified_flow.cli.programs import PROGRAMS
 from rectified_flow.cli.train import check_flags
-from rectified_flow.data.batch import GlobalBatch
+from rectified_flow.data import GlobalBatch
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import flag_types, parse, recorded
 from rectified_flow.registry import describe

@@ -10,7 +10,7 @@ from PIL import Image
 
 from rectified_flow.cli.evaluate import _write_down, evaluate, real_data
 from rectified_flow.cli.flags.sampling import EvaluateConfig, MeasureConfig
-from rectified_flow.distributed.join import join_processes
+from rectified_flow.distributed import join_processes
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.evaluator import Evaluator
 from rectified_flow.evaluation.features import load_features, reference_features

@@ -19,7 +19,7 @@ from rectified_flow.cli.data import open_pictures
 from rectified_flow.cli.distill import DistillationData, open_distilled
 from rectified_flow.cli.record import resolved
 from rectified_flow.cli.train import train
-from rectified_flow.data.fill import StoreWriter
+from rectified_flow.data.build import StoreWriter
 from rectified_flow.data.store import StoreDataset
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import command_line, parse

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rectified_flow.data.batch import GlobalBatch
+from rectified_flow.data import GlobalBatch
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.data.stream import StreamSampler
 from rectified_flow.system.artifact import find_damage, write_manifest

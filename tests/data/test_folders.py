@@ -17,8 +17,8 @@ from PIL import Image
 from rectified_flow.cli.data import with_space
 from rectified_flow.data.config import DataConfig
 from rectified_flow.data.open import open_dataset, space_of_folder
-from rectified_flow.data.pairs import pair_by_name
 from rectified_flow.data.sources.folder import PictureFolder
+from rectified_flow.data.store import pair_by_name
 from rectified_flow.errors import UsageError
 from rectified_flow.measurements.files import read_field
 from rectified_flow.measurements.folder import FieldFolder

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from rectified_flow.data.batch import GlobalBatch
+from rectified_flow.data import GlobalBatch
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.data.stream import (
     PROBES,

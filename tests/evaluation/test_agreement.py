@@ -13,8 +13,8 @@ from sklearn.linear_model import RidgeCV
 from torch import Tensor
 
 from rectified_flow.condition import Labels, Number, Values
-from rectified_flow.evaluation.agreement import PENALTIES, agreement, ridge
 from rectified_flow.evaluation.evaluator import Comparison, Evaluator
+from rectified_flow.evaluation.scores import PENALTIES, agreement, ridge
 from rectified_flow.text.caption import Caption
 from rectified_flow.text.encoders import BagOfWords
 

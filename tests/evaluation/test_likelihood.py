@@ -21,8 +21,7 @@ from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.latents.space import Latents
 from rectified_flow.load import load_flow
-from rectified_flow.measurements.space import Fields
-from rectified_flow.measurements.transforms import Asinh, Linear, Transform
+from rectified_flow.measurements.space import Asinh, Fields, Linear, Transform
 from rectified_flow.spaces.pixels import Pixels
 from tests.analytic import Gaussian, Optimal, image_gaussian
 from tests.evaluation.runs import COUNT, pictures_of, save_run

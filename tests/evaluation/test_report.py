@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from rectified_flow.data.build import open_store
-from rectified_flow.data.framing import Framing
+from rectified_flow.data.config import Framing
 from rectified_flow.data.open import open_dataset
 from rectified_flow.data.sources.synthetic_flowers import SyntheticFlowers
 from rectified_flow.data.store import ImageDataset

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rectified_flow import register
-from rectified_flow.distributed.collectives import map_over_ranks
+from rectified_flow.distributed import map_over_ranks
 from rectified_flow.evaluation.distances import RealFeatures
 from rectified_flow.evaluation.evaluator import Comparison
 

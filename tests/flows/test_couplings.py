@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from rectified_flow.condition import ConditionSpecs, Labels
-from rectified_flow.data.batch import GlobalBatch
+from rectified_flow.data import GlobalBatch
 from rectified_flow.flows import Coupling
 from rectified_flow.flows.couplings import (
     nearest_candidate,

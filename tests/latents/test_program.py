@@ -13,13 +13,12 @@ import torch
 from filelock import FileLock
 from PIL import Image
 
-from rectified_flow.data.fill import StoreWriter
+from rectified_flow.data.build import StoreWriter
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.errors import RunError, UsageError
 from rectified_flow.latents.autoencoders import PretrainedAutoencoder, _find, _load
 from rectified_flow.latents.small import Small
-from rectified_flow.latents.space import Latents
-from rectified_flow.latents.store import LatentDataset, encode_pictures
+from rectified_flow.latents.space import LatentDataset, Latents, encode_pictures
 from rectified_flow.networks.pretrained import hash_of
 from rectified_flow.system.pictures import fit
 from tests.contract.kinds import Runs

@@ -20,9 +20,8 @@ from PIL import Image
 from rectified_flow.data.build import open_store
 from rectified_flow.data.open import space_of_folder
 from rectified_flow.errors import UsageError
-from rectified_flow.measurements.files import TYPES, FieldFormat, encode_field, read_field
+from rectified_flow.measurements.files import TYPES, FieldFormat, encode_field, fit_field, read_field
 from rectified_flow.measurements.folder import FieldFolder
-from rectified_flow.measurements.resizing import fit_field
 
 RNG = np.random.default_rng(0)
 Array = np.ndarray[Any, np.dtype[Any]]

@@ -8,8 +8,18 @@ import torch
 from torch import Tensor, nn
 
 from rectified_flow import MeanFlow, RectifiedFlow
-from rectified_flow.measurements.space import ABOVE, BELOW, UNKNOWN, Fields, colour_map
-from rectified_flow.measurements.transforms import Asinh, Linear, Log, Sqrt, Transform
+from rectified_flow.measurements.space import (
+    ABOVE,
+    BELOW,
+    UNKNOWN,
+    Asinh,
+    Fields,
+    Linear,
+    Log,
+    Sqrt,
+    Transform,
+    colour_map,
+)
 
 TRANSFORMS = [Linear(), Log(), Asinh(0.5), Sqrt()]
 

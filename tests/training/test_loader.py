@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from rectified_flow.data.batch import GlobalBatch
+from rectified_flow.data import GlobalBatch
 from rectified_flow.data.stream import StreamSampler
 from rectified_flow.errors import RunError, UsageError
 from rectified_flow.training.loader import explain_loader_errors, load

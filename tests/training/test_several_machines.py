@@ -8,10 +8,9 @@ from threading import Timer
 import pytest
 from accelerate import PartialState
 
+from rectified_flow import distributed
 from rectified_flow.data.store import ImageDataset
-from rectified_flow.distributed import join
-from rectified_flow.distributed import join as agreement
-from rectified_flow.distributed.join import check_equal, check_shared
+from rectified_flow.distributed import check_equal, check_shared
 from rectified_flow.errors import UsageError
 from tests.programs import program
 from tests.ranks import run_on_ranks
@@ -27,7 +26,7 @@ def own(*of_each_rank: object) -> object:
 
 def train_apart(folders: list[Path], counts: list[int], seeds: list[int]) -> str:
     """The refusal of a program of one's own, with this folder, number of pictures and seed on each rank."""
-    agreement.SHARED_TIMEOUT = 0.5
+    distributed.SHARED_TIMEOUT = 0.5
     folder, count, seed = (own(*each) for each in (folders, counts, seeds))
     config = tiny_config(Path(str(folder)), seed=seed, train_num_steps=1, num_samples=0)
     try:
@@ -100,7 +99,7 @@ def sample_apart(folder: Path) -> tuple[int, str]:
 def refusal(facts: list[dict[str, object]], code: list[str]) -> str:
     """The refusal of a rank that has these facts and runs this code; empty if there is none."""
     rank = PartialState().process_index
-    setattr(join, "_versions", lambda: {"the source": code[rank]})  # noqa: B010
+    setattr(distributed, "_versions", lambda: {"the source": code[rank]})  # noqa: B010
     try:
         check_equal(PartialState(), lambda: facts[rank])
         check_equal(PartialState(), lambda: facts[rank])  # as a second training in one program does
@@ -131,7 +130,7 @@ def test_ranks_that_differ_are_named(facts: list[dict[str, object]], code: list[
 
 def share(folders: list[Path], appears: float) -> str:
     """The refusal of a rank to which ``output_dir`` is its own folder, in which rank 0's shows after some seconds."""
-    join.SHARED_TIMEOUT = 1.0
+    distributed.SHARED_TIMEOUT = 1.0
     rank = PartialState().process_index
     mine = folders[rank]
     if rank == 1 and appears:

@@ -1,1 +1,89 @@
-"""Sources of pictures and of measurements, from which stores are built: one file for each kind."""
+"""The contract of a source of images, and the rows of a store that are made from its images."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rectified_flow.data.config import Framing
+from rectified_flow.data.metadata import Table
+from rectified_flow.errors import UsageError
+from rectified_flow.system.pictures import fit, upright_size
+
+Row = np.ndarray[Any, np.dtype[Any]]
+
+
+class PictureRows:
+    """The rows of a store of pictures: uint8, RGB or RGBA. Other data have rows of their own with these members."""
+
+    def __init__(self, framing: Framing) -> None:
+        self.framing = framing
+        self.key: tuple[Any, ...] = ()
+
+    def fit(self, image: Any) -> tuple[Row, tuple[int, int]]:
+        """Return the row ``[c, h, w]`` of a Pillow image, and the width and height of the image [px]."""
+        size, framing = upright_size(image), self.framing
+        image = fit(image, framing.stored_size, alpha=framing.alpha, pad=framing.crop == "none")
+        return np.asarray(image).transpose(2, 0, 1), size
+
+    def add(self, row: Row) -> None:
+        """Take note of a row that is written."""
+
+    def info(self, name: str, sizes: set[tuple[int, int]]) -> dict[str, Any]:
+        """Return further entries of ``info.json`` for the rows of a source with images of some sizes [px]."""
+        return {}
+
+
+class ImageSource:
+    """A source of images that are to be decoded into a store."""
+
+    name: str
+    """Display name: a hub id or a path."""
+    fingerprint: str
+    """A string that changes whenever the images change."""
+    class_names: Sequence[str] = ()
+    """Class names by label; empty if the images have no labels."""
+    notes: Sequence[str] = ()
+    """Lines to print when the images are decoded."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def load(self, index: int) -> tuple[Any, int]:
+        """Return an image, decoded or not, and its label (-1 for none). Any exception means a broken image."""
+        raise NotImplementedError
+
+    def describe(self, index: int) -> str:
+        """Describe one image so that a user can find it."""
+        return f"image {index} of {self.name}"
+
+    def name_of(self, index: int) -> str:
+        """Return the name of one image among those of the source."""
+        return str(index)
+
+    def size_of(self, index: int) -> tuple[int, int]:
+        """Return the width and height of one image [px]."""
+        return upright_size(self.load(index)[0])
+
+    def numbers_without(self, exclude: Sequence[str]) -> list[int]:
+        """Return the numbers of all images but those with the names to exclude.
+
+        Raises:
+            UsageError: if an image to exclude does not exist, or no other is left.
+        """
+        names = {self.name_of(index): index for index in range(len(self))} if exclude else {}
+        unknown = sorted({*exclude} - names.keys())
+        if unknown:
+            raise UsageError(f"--exclude names {unknown[0]}, which is no image of {self.name}: correct the list")
+        numbers = sorted({*range(len(self))} - {names[name] for name in exclude})
+        if not numbers and exclude:
+            raise UsageError(f"--exclude leaves no image of {self.name}: shorten the list")
+        return numbers
+
+    def read_table(self) -> Table:
+        """Return the columns beside the images."""
+        return Table({}, [""] * len(self))
+
+    def rows(self, framing: Framing) -> PictureRows:
+        """Return how the images become rows of a store."""
+        return PictureRows(framing)

@@ -14,7 +14,7 @@ from PIL import Image
 from tqdm.auto import tqdm
 
 from rectified_flow.data.metadata import METADATA_FILES, Table, read_metadata
-from rectified_flow.data.source import ImageSource
+from rectified_flow.data.sources import ImageSource
 from rectified_flow.errors import UsageError
 from rectified_flow.system.files import printable
 from rectified_flow.system.pictures import (

@@ -11,7 +11,7 @@ from accelerate import PartialState
 from PIL import Image
 
 from rectified_flow.data.metadata import Table
-from rectified_flow.data.source import ImageSource
+from rectified_flow.data.sources import ImageSource
 from rectified_flow.data.sources.folder import files_fingerprint, find_files, is_image
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.system.files import printable

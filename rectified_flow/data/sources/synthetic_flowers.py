@@ -8,7 +8,7 @@ import numpy as np
 from PIL import Image
 
 from rectified_flow.data.metadata import Table
-from rectified_flow.data.source import ImageSource
+from rectified_flow.data.sources import ImageSource
 
 SYNTHETIC_FLOWERS = "synthetic-flowers"
 SYNTHETIC_VERSION = 1

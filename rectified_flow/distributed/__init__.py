@@ -1,1 +1,0 @@
-"""Process-group setup and collective operations."""
