@@ -36,8 +36,7 @@ from rectified_flow.system.outputs import RECORD
 from rectified_flow.text.caption import Caption
 from rectified_flow.text.encoders import BagOfWords, TextEncoder
 from tests.extension.own_autoencoder import Haar
-from tests.programs import program, stand_in
-from tests.ranks import run_on_ranks
+from tests.programs import stand_in
 from tests.test_load import FLOWS, write
 from tests.text.tiny_encoder import tiny_encoder
 
@@ -348,15 +347,3 @@ def test_a_page_that_cannot_run_the_text_encoder_is_refused(tmp_path: Path) -> N
     sys.argv = ["export.py", "--checkpoint", str(tmp_path), "--format", "page"]
     with pytest.raises(UsageError, match="cannot run the text encoder the lengths"):
         export(parse(ExportConfig, "Export."))
-
-
-def test_a_missing_package_is_one_sentence(tmp_path: Path) -> None:
-    write(RectifiedFlow(small(), space=Pixels((3, 8, 8))), tmp_path)
-    [(code, sentence)] = run_on_ranks(1, without_onnxscript, tmp_path)
-    assert (code, sentence.count("\n")) == (2, 1)
-    assert "the Python package onnxscript is not installed: pip install --upgrade onnxscript" in sentence
-
-
-def without_onnxscript(run: Path) -> tuple[int, str]:
-    sys.modules["onnxscript"] = None  # type: ignore[assignment]
-    return program("export.py", ["--checkpoint", str(run)])

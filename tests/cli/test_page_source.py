@@ -20,7 +20,6 @@ from rectified_flow.spaces.pixels import Pixels
 from tests.cli.browser import UNNAMED, Shown, export_page, looking_at, serving
 from tests.cli.test_export import ROOT, small
 from tests.patience import PATIENCE, wait_for
-from tests.test_load import FLOWS
 
 pytestmark = pytest.mark.page
 SHAPE = (3, 8, 8)
@@ -167,25 +166,3 @@ def test_a_part_is_painted_over_and_the_rest_is_kept(tmp_path: Path, browser: An
         page.click("#clear")
         wait_for("a new start", lambda: shown.text("status") == "The model is ready.")
         assert np.array_equal(before(shown), given(tmp_path))
-
-
-@pytest.mark.parametrize("kind", FLOWS)
-def test_a_model_without_sources_generates_what_is_painted_over(kind: str, tmp_path: Path, browser: Any) -> None:
-    with exported(FLOWS[kind](), tmp_path, browser) as (shown, sampled):
-        shown.wait()
-        noise = shown.picture()
-        shown.drop(tmp_path / "exported/given.png")
-        wait_for("the brush", shown.page.locator("#brush").is_visible)
-        paint(shown, "#compare")
-        assert shown.page.locator("#level").is_hidden()
-        mask = painted_mask(shown, tmp_path)
-        made = sampled("--mask", str(tmp_path / "mask.png"), "--variants", "2")
-        assert np.abs(shown.picture() - made[0]).max() <= 2
-        assert np.array_equal(shown.picture()[~mask], given(tmp_path)[~mask])
-        if kind == "mean":
-            assert np.abs(shown.picture(1) - made[1]).max() <= 2
-        shown.click("clear")
-        assert shown.page.locator("#level").is_visible()
-        shown.page.keyboard.press("Escape")
-        shown.wait("document.getElementById('views').hidden")
-        assert np.array_equal(shown.picture(), noise)

@@ -9,7 +9,7 @@ from accelerate import PartialState
 from rectified_flow.cli import planning
 from rectified_flow.cli.config import OneStepConfig, TrainConfig, TrainProgramConfig, seconds_of
 from rectified_flow.cli.data import build_space
-from rectified_flow.cli.planning import budget_of, check_length, chooses_network, facts_of, with_recipe
+from rectified_flow.cli.planning import budget_of, check_length, facts_of, with_recipe
 from rectified_flow.data.config import DataConfig
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import name_of, parse, recorded
@@ -267,13 +267,3 @@ def test_the_facts_of_a_run(kind: type[TrainConfig], words: str, expected: dict[
     facts = facts_of(config, 800, "1h", space, "")
     assert {name: getattr(facts, name) for name in expected} == expected
     assert (facts.seconds, facts.processes, facts.device) == (3600, 1, "cpu")
-
-
-def test_levels_are_checked_early_unless_the_plan_chooses_them() -> None:
-    for words, chooses in (
-        ("", True),
-        ("--dim 8", False),
-        ("--train_num_steps 5", False),
-        ("--method reflow --teacher run", False),
-    ):
-        assert chooses_network(parse(TrainConfig, "", f"--dataset_path pictures {words}".split())) == chooses

@@ -10,14 +10,12 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from rectified_flow.cli import distill
-from rectified_flow.cli.config import STARTERS, TrainConfig
+from rectified_flow.cli.config import TrainConfig
 from rectified_flow.cli.train import train as run_training
 from rectified_flow.flags import flags_in, parse
-from rectified_flow.runs import checkpoint
 from rectified_flow.runs.folder import read_config
 from tests.programs import assert_refused, constant_speed
 from tests.ranks import run_on_ranks
@@ -82,47 +80,15 @@ def test_a_run_that_starts_from_another_has_its_network(pictures: Path, tmp_path
     assert (flags["dim"], flags["dim_mults"]) == (12, [1, 2])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("flags", ["", "--init_from starter"])
-def test_own_pictures_start_from_the_starter(flags: str, pictures: Path, tmp_path: Path) -> None:
-    """The learning rate is so low that the trained weights equal those of the starter."""
-    words = f"--dataset_path {pictures} --cache_dir {tmp_path}/cache --image_size 32 --num_samples 0 --budget 1s"
-    run_on_ranks(1, train, f"{words} {flags} --optimizer adamw --learning_rate 1e-9 --output_dir {tmp_path}/run")
-    begun = flags_of(tmp_path / "run")
-    assert (begun["init_from"], begun["dim"], begun["dim_mults"]) == ("starter", 32, [1, 2, 3])
-    trained, starter = (
-        checkpoint.load_tensors(checkpoint.resolve(folder), checkpoint.MODEL_FILE)
-        for folder in (tmp_path / "run", STARTERS / "pixels")
-    )
-    for name, value in starter.items():
-        torch.testing.assert_close(trained[name], value.float(), atol=1e-5, rtol=0)
-
-
 def test_large_pictures_are_trained_on_as_latents_from_the_starter(tmp_path: Path) -> None:
     for number, pixels in enumerate(np.random.default_rng(0).integers(256, size=(4, 130, 150, 3), dtype=np.uint8)):
         (tmp_path / "pictures").mkdir(exist_ok=True)
         Image.fromarray(pixels).save(tmp_path / f"pictures/{number}.png")
     words = f"--dataset_path {tmp_path}/pictures --cache_dir {tmp_path}/cache --output_dir {tmp_path}/run --dry_run"
     said = printed(f"{words} --budget 1m")
+    assert not (tmp_path / "run").exists(), "a dry run"
     assert "size        --image_size 128 --autoencoder small: about 5,400 images in 1m" in said
     assert re.search(r"starters/small/step_\d+: ([\d,]+) of \1 weights", said), "all of them are initialised"
-
-
-def test_a_run_on_small_pictures_has_their_size(pictures: Path, tmp_path: Path) -> None:
-    """A run on small pictures keeps their size when the same command resumes the run."""
-    words = f"--dataset_path {pictures} --cache_dir {tmp_path}/cache --dim 8 --dim_mults 1 --num_samples 0"
-    for steps in (2, 4):
-        run_on_ranks(1, train, f"{words} --train_num_steps {steps} --log_every 1 --output_dir {tmp_path}/run")
-        assert flags_of(tmp_path / "run")["image_size"] == 8
-    assert len(losses(tmp_path / "run")) == 4
-
-
-def test_a_dry_run_prints_the_plan_and_writes_nothing(pictures: Path, tmp_path: Path) -> None:
-    folders = f"--dataset_path {pictures} --cache_dir {tmp_path}/cache --output_dir {tmp_path}/run"
-    [said] = run_on_ranks(1, printed, f"{folders} --image_size 8 --dry_run --budget 1s")
-    assert not (tmp_path / "run").exists()
-    assert said.index("held out    none of 20 pictures") < said.index("budget      1s") < said.index("warning     ")
-    assert said.index("warning     ") < said.index("processes   1 x cpu")
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -70,8 +70,6 @@ def test_a_run_without_some_files_keeps_their_list(one_each: Path, tmp_path: Pat
     assert open_pictures(config_in(document, tmp_path, TrainConfig).data).names == [
         f"{number}/only.png" for number in (0, 1, 2, 4)
     ]
-    again = flags.replace(f"{tmp_path}/list.txt", "3/only.png 9/only.png")
-    assert_refused("train_oxford.py", 1, again, "--exclude names 9/only.png, which is no image of pictures: correct")
 
 
 def test_frames_that_are_too_alike_to_hold_any_out(tmp_path: Path) -> None:
@@ -99,13 +97,6 @@ def test_a_class_that_is_held_out_as_a_whole_is_named(one_each: Path, tmp_path: 
     assert warning.startswith(f"warning: no training pictures in {held_out} of the classes: ")
     [said] = run_on_ranks(1, train, f"{flags}-2")
     assert "no training pictures in" not in said, "nothing is asked for by class"
-
-
-def test_a_share_to_hold_out_is_proposed_by_the_number_of_pictures(one_each: Path, tmp_path: Path) -> None:
-    for number in range(100):
-        shutil.copytree(one_each / f"{number:03}", tmp_path / f"pictures/{number}")
-    flags = f"{TINY} --dataset_path {tmp_path}/pictures --stop_when_memorising --output_dir {tmp_path}/run"
-    assert_refused("train_oxford.py", 1, flags, "--stop_when_memorising needs", "pass --holdout 0.3")
 
 
 def train_on_a_folder_of_its_own(folder: Path) -> str:

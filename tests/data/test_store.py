@@ -152,7 +152,8 @@ def test_broken_images_are_named_or_skipped(tmp_path: Path) -> None:
     whole = (tmp_path / "2.png").read_bytes()
     (tmp_path / "2.png").write_bytes(whole[: len(whole) - 25])
     with pytest.raises(UsageError, match=r"broken image .*/2\.png \(.+\): remove it, or pass --skip_broken_images"):
-        open_store(PictureFolder(tmp_path), 4)
+        open_store(PictureFolder(tmp_path), 4, cache_dir=tmp_path / "cache")
+    assert not list((tmp_path / "cache").glob("*/")), "a store was left half-built"
     dataset = ImageDataset(open_store(PictureFolder(tmp_path), 4, skip_broken_images=True))
     assert len(dataset) == 4
     assert dataset.images.shape == (4, 3, 4, 4)

@@ -1,7 +1,5 @@
 """Tests of the Unet: sizes, conditions, derivatives and memory formats."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
@@ -9,13 +7,9 @@ from torch.func import jvp
 from torch.utils.flop_counter import FlopCounterMode
 
 from rectified_flow.condition import Labels, Number
-from rectified_flow.data.store import ImageDataset
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.networks.unet import Attention, Block, TimeEmbedding, Unet, to_device
 from rectified_flow.randomness import BatchRows, deterministic
-from rectified_flow.runs import checkpoint
-from rectified_flow.training.state import TrainingState
-from tests.training.runs import build_trainer, tiny_config
 
 
 def small(**settings: object) -> Unet:
@@ -200,21 +194,3 @@ def test_a_cpu_has_channels_last_in_float32_only(precision: str, expected: bool)
     assert weight.is_contiguous() != expected
     images = flow.network(torch.randn(2, 3, 8, 8), torch.rand(2))
     assert images.is_contiguous(memory_format=torch.channels_last) == expected
-
-
-def test_moments_and_averages_are_laid_out_like_weights_before_and_after_a_resume(
-    tmp_path: Path, flowers: ImageDataset
-) -> None:
-    def strides(state: TrainingState, name: str) -> set[tuple[int, ...]]:
-        assert state.ema is not None
-        parameter, moments = state.parameters[name], state.optimizer.optimizer.state[state.parameters[name]]
-        average = dict(state.ema.ema_model.named_parameters())[name]
-        return {each.stride() for each in (parameter, average, moments["exp_avg"], moments["exp_avg_sq"])}
-
-    config = tiny_config(tmp_path, train_num_steps=2)
-    trainer = build_trainer(config, flowers)
-    trainer.train()
-    again = build_trainer(config, flowers)
-    again.state.load(checkpoint.resolve(tmp_path))
-    for state in (trainer.state, again.state):
-        assert strides(state, "network.down.0.conv1.weight") == {(72, 1, 24, 8)}

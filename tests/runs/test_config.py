@@ -66,6 +66,8 @@ def test_underscores_and_hyphens() -> None:
         ("--evaluation_samples 1", "--evaluation_samples is 1; it must be at least 2"),
         ("--guidance_scale nan --use_cfg", "--guidance_scale is nan; it must be a finite number"),
         ("--learning_rate inf", "--learning_rate is inf; it must be a finite number"),
+        ("--interrupted_exit_code -1", "--interrupted_exit_code is -1"),
+        ("--interrupted_exit_code 256", "--interrupted_exit_code is 256"),
     ],
 )
 def test_what_makes_no_sense_is_refused(words: str, sentence: str) -> None:
@@ -104,7 +106,7 @@ def test_a_batch_that_does_not_divide_is_refused(flags: dict[str, Any], world_si
 def test_lengths() -> None:
     batch = TrainingConfig(batch_size=10).split_batch(1)
     assert TrainingConfig().total_steps(batch, 25) == 100_000
-    assert TrainingConfig(num_epochs=2).total_steps(batch, 25) == 5
+    assert TrainingConfig(num_epochs=2, train_num_steps=7).total_steps(batch, 25) == 5, "of a program with a default"
     assert TrainingConfig(num_epochs=0.5).total_steps(batch, 25) == 2
 
 

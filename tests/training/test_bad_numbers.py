@@ -19,7 +19,6 @@ from rectified_flow.networks.unet import Unet
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.training import stepper
 from rectified_flow.training.accelerator import build_accelerator
-from rectified_flow.training.optimizers import BuildOptimizer
 from rectified_flow.training.trainer import Callback, Trainer
 from tests.ranks import run_on_ranks
 from tests.training.runs import build_trainer, metrics, tiny_config
@@ -50,15 +49,9 @@ class Faulty(RectifiedFlow):
         return loss + (parameter.flatten()[0].abs() * 0).sqrt()  # 0 with the gradient of a square root at 0
 
 
-def build(
-    config: TrainingConfig,
-    dataset: ImageDataset,
-    kind: str,
-    bad: tuple[int, ...],
-    optimizer: BuildOptimizer | None = None,
-) -> Trainer:
+def build(config: TrainingConfig, dataset: ImageDataset, kind: str, bad: tuple[int, ...]) -> Trainer:
     torch.manual_seed(0)
-    return Trainer(Faulty(kind, bad), dataset, config, optimizer=optimizer)
+    return Trainer(Faulty(kind, bad), dataset, config)
 
 
 def weights(trainer: Trainer) -> Tensor:
@@ -71,14 +64,10 @@ def checkpoints(output_dir: Path) -> list[str]:
 
 
 def train_with_bad_steps(
-    config: TrainingConfig,
-    dataset: ImageDataset,
-    kind: str,
-    bad: tuple[int, ...],
-    optimizer: BuildOptimizer | None = None,
+    config: TrainingConfig, dataset: ImageDataset, kind: str, bad: tuple[int, ...]
 ) -> tuple[list[Tensor], dict[str, int]]:
     """The weights and their average after each step, and the counters at the end."""
-    trainer = build(config, dataset, kind, bad, optimizer)
+    trainer = build(config, dataset, kind, bad)
     after = [weights(trainer)]
     take = trainer.stepper.take
 

@@ -115,9 +115,8 @@ def test_metrics_hold_what_they_promise(runs: Runs) -> None:
 
 
 def test_mean_flow_logs_its_unweighted_loss(runs: Runs) -> None:
-    rows = metrics(runs.straight(2, "mean"))
-    assert rows[-1]["unweighted_loss"] < 0.95 * rows[0]["unweighted_loss"]
-    assert 0.5 < rows[0]["unweighted_loss"] < 2
+    for row in metrics(runs.get("start-mean", 1, Tiny("mean"), train_num_steps=8, num_samples=0)):
+        assert 0.5 < row["unweighted_loss"] < 2
 
 
 def test_a_run_leaves_its_files(runs: Runs) -> None:

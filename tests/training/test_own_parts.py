@@ -65,13 +65,6 @@ def test_plain_draws_differ_between_ranks_micro_batches_and_steps(
         assert not any(torch.equal(one, other) for other in draws[:index])
 
 
-def test_plain_draws_resume_byte_equal(tmp_path: Path, flowers: ImageDataset) -> None:
-    flags: dict[str, Any] = {"num_samples": 0, "save_every": 4, "log_every": 1}
-    straight = tiny_config(tmp_path / "straight", train_num_steps=STEPS, **flags)
-    run_on_ranks(2, train_on_plain_draws, straight, flowers)
-    assert_resumes_alike(2, tmp_path, train_on_plain_draws, straight, flowers)
-
-
 class Normed(nn.Module):
     """A flow with running means, which every forward pass in training changes."""
 

@@ -6,12 +6,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.data.stream import Batch
-from rectified_flow.training.stepper import _AsyncBool, moved
+from rectified_flow.training.stepper import _AsyncBool
 from tests.training.runs import build_trainer, tiny_config
 
 READING = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default, torch.ops.aten.nonzero.default}
@@ -65,34 +64,3 @@ def test_one_number_a_step_is_asked_for_when_the_next_gradient_is_on_its_way(
     gradients = ["gradient"] * 2
     assert events == [*gradients, *gradients, "verdict", *gradients, "verdict"]
     assert [tensor.data_ptr() for tensor in reads.tensors] == [verdict.data_ptr() for verdict in verdicts]
-
-
-class Copies(TorchFunctionMode):
-    """Keeps how tensors are pinned and copied, and does neither; without a GPU both would fail."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[Any, ...]] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in (Tensor.pin_memory, Tensor.to):
-            return func(*args, **(kwargs or {}))
-        self.calls.append((func.__name__, *map(str, args[1:]), *(kwargs or {}).items()))
-        return args[0]
-
-
-@pytest.mark.parametrize(
-    ("source", "target", "expected"),
-    [
-        ("cpu", "cuda", [("pin_memory",), ("to", "cuda", ("non_blocking", True))]),
-        ("cpu", "cpu", [("to", "cpu", ("non_blocking", True))]),
-        ("meta", "cuda", [("to", "cuda", ("non_blocking", True))]),  # elsewhere than in the CPU's memory
-    ],
-)
-def test_a_copy_to_a_gpu_starts_in_page_locked_memory(
-    source: str, target: str, expected: list[tuple[Any, ...]]
-) -> None:
-    batch = {"images": torch.zeros(2, device=source), "captions": ["a", "b"]}
-    with Copies() as copies:
-        assert moved(batch, torch.device(target))["captions"] == ["a", "b"]
-    assert copies.calls == expected

@@ -16,7 +16,6 @@ from rectified_flow.registry import describe
 from set_transformer import SetTransformer
 from sphere import Points, SphereFlow, exp, log, project, transport
 from tests.ranks import run_on_ranks
-from tests.training.runs import losses
 
 FLAGS = (
     "--points 12 --width 32 --layers 1 --train_num_steps 6 --save_every 3 --log_every 2 --num_samples 2"
@@ -111,11 +110,6 @@ def run(output_dir: Path, flags: str = "", world_size: int = 1) -> Path:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 6 steps without a break, in one process."""
     return run(tmp_path_factory.mktemp("whole"))
-
-
-@pytest.mark.slow
-def test_the_same_run_on_two_processes(whole: Path, tmp_path: Path) -> None:
-    assert losses(run(tmp_path, world_size=2)) == pytest.approx(losses(whole), rel=1e-4)
 
 
 def test_a_resumed_run_is_the_same_to_the_byte(whole: Path, tmp_path: Path) -> None:
