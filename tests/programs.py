@@ -16,9 +16,14 @@ from accelerate import PartialState
 from rectified_flow.cli import planning, programs
 from rectified_flow.cli.config import TrainConfig
 from rectified_flow.cli.data import build_space
+from rectified_flow.cli.evaluate import evaluate
+from rectified_flow.cli.export import export
+from rectified_flow.cli.flags.sampling import EvaluateConfig, ExportConfig, SampleConfig
 from rectified_flow.cli.record import resolved
+from rectified_flow.cli.sample import sample
 from rectified_flow.data.sources import ImageSource
 from rectified_flow.data.sources.folder import PictureFolder
+from rectified_flow.flags import parse
 from rectified_flow.training.speed import Speed
 from tests.ranks import run_on_ranks
 
@@ -34,6 +39,11 @@ PROGRAMS: dict[str, Callable[[], None]] = {
 }
 
 
+FUNCTIONS: dict[str, tuple[Callable[..., object], type]] = {
+    "sample.py": (sample, SampleConfig),
+    "evaluate.py": (evaluate, EvaluateConfig),
+    "export.py": (export, ExportConfig),
+}
 MEASURED = planning.training_speed
 
 
@@ -109,6 +119,13 @@ def program(name: str, argv: list[str], variables: dict[str, str] | None = None)
         sys.stderr.flush()
         output.seek(0)
         return code, output.read().decode()
+
+
+def call(name: str, *flags: object) -> None:
+    """Run the function that a script calls, in this process."""
+    function, config = FUNCTIONS[name]
+    sys.argv = [name, *map(str, flags)]
+    function(parse(config, ""))
 
 
 def quick_program(name: str, argv: list[str]) -> tuple[int, str]:

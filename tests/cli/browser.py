@@ -1,6 +1,5 @@
 """An exported page in a browser."""
 
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,13 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from rectified_flow.cli.export import QuietHandler, export
-from rectified_flow.cli.flags.sampling import ExportConfig
-from rectified_flow.flags import parse
+from rectified_flow.cli.export import QuietHandler
 from rectified_flow.flows.flow import Flow, sample_batches
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.solvers import Guidance
 from tests.patience import PATIENCE
+from tests.programs import call
 from tests.test_load import write
 
 HAS_CARD = "Promise.resolve(navigator.gpu?.requestAdapter()).then(Boolean)"
@@ -91,8 +89,7 @@ class Shown:
 def export_page(flow: Flow, folder: Path) -> Path:
     """Export the page of a flow whose run is in ``folder``, and return the page's folder."""
     write(flow, folder)
-    sys.argv = ["export.py", "--checkpoint", str(folder), "--format", "page"]
-    export(parse(ExportConfig, "Export."))
+    call("export.py", "--checkpoint", folder, "--format", "page")
     return folder / "exported"
 
 

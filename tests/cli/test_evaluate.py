@@ -8,21 +8,20 @@ import pytest
 import torch
 from PIL import Image
 
-from rectified_flow.cli.evaluate import _write_down, evaluate, real_data
-from rectified_flow.cli.flags.sampling import EvaluateConfig, MeasureConfig
+from rectified_flow.cli.evaluate import _write_down, real_data
+from rectified_flow.cli.flags.sampling import MeasureConfig
 from rectified_flow.distributed import join_processes
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.evaluator import Evaluator
 from rectified_flow.evaluation.features import load_features, reference_features
 from rectified_flow.evaluation.heldout import HeldOutPictures, hold_out
-from rectified_flow.flags import parse
 from rectified_flow.load import read_trained
 from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.checkpoint import FLOW_FILE
 from rectified_flow.system.outputs import claim
 from tests.evaluation.runs import COUNT, pictures_of, save_run
-from tests.programs import assert_refused, constant_frechet_distance
+from tests.programs import assert_refused, call, constant_frechet_distance
 from tests.ranks import run_on_ranks
 from tests.test_load import FLOWS
 
@@ -33,9 +32,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def measure(*flags: object) -> None:
-    sys.argv = ["evaluate.py", *map(str, flags), "--feature_network", "efficientnet_lite0", "--num_samples", "13"]
     with constant_frechet_distance():
-        evaluate(parse(EvaluateConfig, "Measure."))
+        call("evaluate.py", *flags, "--feature_network", "efficientnet_lite0", "--num_samples", 13)
 
 
 def test_the_same_numbers_on_two_processes(run: Path, tmp_path: Path) -> None:

@@ -17,12 +17,10 @@ from torch import Tensor
 
 from rectified_flow.cli import export as exporting
 from rectified_flow.cli import network_call
-from rectified_flow.cli.export import export, newest_samples, page_sources
-from rectified_flow.cli.flags.sampling import ExportConfig
+from rectified_flow.cli.export import newest_samples, page_sources
 from rectified_flow.cli.network_call import MODEL_FILE
 from rectified_flow.condition import LARGEST, AugmentationLabels, Labels, Number, Picture, with_map
 from rectified_flow.errors import RunError, UsageError
-from rectified_flow.flags import parse
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.flow_map import FlowMap
 from rectified_flow.flows.mean import MeanFlow
@@ -36,7 +34,7 @@ from rectified_flow.system.outputs import RECORD
 from rectified_flow.text.caption import Caption
 from rectified_flow.text.encoders import BagOfWords, TextEncoder
 from tests.extension.own_autoencoder import Haar
-from tests.programs import stand_in
+from tests.programs import call, stand_in
 from tests.test_load import FLOWS, write
 from tests.text.tiny_encoder import tiny_encoder
 
@@ -56,8 +54,7 @@ def small(**conditions: object) -> Unet:
 def written(flow: Flow, folder: Path, *flags: str) -> tuple[Callable[..., Tensor], dict[str, object]]:
     """The program that export.py writes of ``flow``, and its description."""
     write(flow, folder)
-    sys.argv = ["export.py", "--checkpoint", str(folder), *flags]
-    export(parse(ExportConfig, "Export."))
+    call("export.py", "--checkpoint", folder, *flags)
     content = (folder / "exported" / MODEL_FILE).read_bytes()
     for path in (ROOT, sys.prefix):
         assert str(path).encode() not in content, "a path of this machine"
@@ -79,9 +76,8 @@ def test_latents_have_a_decoder_beside_the_network(tmp_path: Path) -> None:
 def export_page(folder: Path, *flags: str) -> None:
     """Export a page with a placeholder program, since the page and its upload do not depend on the program."""
     write(RectifiedFlow(small(), space=Pixels((3, 8, 8))), folder)
-    sys.argv = ["export.py", "--checkpoint", str(folder), "--format", "page", *flags]
     with stand_in():
-        export(parse(ExportConfig, "Export."))
+        call("export.py", "--checkpoint", folder, "--format", "page", *flags)
 
 
 @torch.no_grad()
@@ -89,11 +85,11 @@ def test_a_rectified_flow_with_labels_as_onnx(tmp_path: Path, capsys: pytest.Cap
     """The program returns the velocity of a network that predicts the clean picture, also near the data."""
     flow = FLOWS["rectified"]()
     assert isinstance(flow, RectifiedFlow)
-    call, said = written(flow, tmp_path)
+    run, said = written(flow, tmp_path)
     x, t = torch.randn(5, 3, 8, 8), torch.tensor([1.0, 0.7, 0.3, 0.04, 0.01])
     labels = torch.tensor([0, 1, 2, 1, 0])
     expected = flow.eval().exact_velocity(x, t, labels=labels)
-    assert (call(x=x, t=t, labels=labels) - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert (run(x=x, t=t, labels=labels) - expected).abs().max() <= 1e-5 * expected.abs().max()
     assert said["inputs"] == {
         "x": {"type": "float32", "shape": ["b", 3, 8, 8]},
         "t": {"type": "float32", "shape": ["b"]},
@@ -110,7 +106,7 @@ def test_a_rectified_flow_with_labels_as_onnx(tmp_path: Path, capsys: pytest.Cap
 def test_a_map_in_half_as_onnx(tmp_path: Path) -> None:
     flow = FLOWS["mean"]()
     assert isinstance(flow, FlowMap)
-    call, said = written(flow, tmp_path, "--half")
+    run, said = written(flow, tmp_path, "--half")
     whole = sum(parameter.nbytes for parameter in flow.parameters())
     file = tmp_path / "exported/model.onnx"
     stored = sum(2 * p.numel() if p.ndim > 1 else 4 * p.numel() for p in flow.parameters())
@@ -118,7 +114,7 @@ def test_a_map_in_half_as_onnx(tmp_path: Path) -> None:
     assert file.stat().st_size < stored + 100_000
     x, t, r, labels = torch.randn(4, 3, 8, 8), torch.ones(4), torch.rand(4), torch.tensor([0, 1, 2, 1])
     expected = flow.eval().average_velocity(x, t, r, labels=labels)
-    difference = (call(x=x, t=t, r=r, labels=labels) - expected).abs().max() / expected.abs().max()
+    difference = (run(x=x, t=t, r=r, labels=labels) - expected).abs().max() / expected.abs().max()
     assert 1e-6 < difference < 2e-2
     assert (said["kind"], said["output"]) == ("map", "average velocity")
     assert (said["steps"], said["solver"]) == (1, None)
@@ -130,12 +126,12 @@ def test_a_noise_prediction_that_is_told_of_augmentation(tmp_path: Path) -> None
     flow = RectifiedFlow(
         small(augmentation=AugmentationLabels(9)), prediction="noise", space=Pixels((3, 8, 8), augmentation=0.1)
     )
-    call, said = written(flow, tmp_path)
+    run, said = written(flow, tmp_path)
     assert list(said["inputs"]) == ["x", "t"]  # type: ignore[call-overload]
     assert (said["classes"], said["no_label"], said["velocity_at_data"]) == ([], None, True)
     x, t = torch.randn(6, 3, 8, 8), torch.rand(6)
     expected = flow.eval().exact_velocity(x, t, augmentation=torch.zeros(6, 9))
-    assert (call(x=x, t=t) - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert (run(x=x, t=t) - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 @torch.no_grad()
@@ -143,7 +139,7 @@ def test_a_source_as_a_condition_beside_labels(tmp_path: Path) -> None:
     """The source has two inputs without NaN: pixels, and the map of unknown pixels. One row is half known."""
     network = small(labels=Labels(2, ("cat", "dog")), source=Picture((3, 8, 8)))
     flow = RectifiedFlow(network, space=Pixels((3, 8, 8)), degradation=Mask("brush"))
-    call, said = written(flow, tmp_path)
+    run, said = written(flow, tmp_path)
     assert said["inputs"] == {
         "x": {"type": "float32", "shape": ["b", 3, 8, 8]},
         "t": {"type": "float32", "shape": ["b"]},
@@ -158,23 +154,23 @@ def test_a_source_as_a_condition_beside_labels(tmp_path: Path) -> None:
     source[0, :, :4], source[2] = torch.nan, torch.nan
     expected = flow.eval().exact_velocity(x, t, labels=labels, source=source)
     pixels, unknown = with_map(source).split((3, 1), dim=1)
-    found = call(x=x, t=t, labels=labels, source=pixels, unknown=unknown)
+    found = run(x=x, t=t, labels=labels, source=pixels, unknown=unknown)
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
-    assert (found - call(x=x, t=t, labels=labels, source=-pixels, unknown=unknown)).abs().max() > 1e-3, "it matters"
+    assert (found - run(x=x, t=t, labels=labels, source=-pixels, unknown=unknown)).abs().max() > 1e-3, "it matters"
 
 
 @torch.no_grad()
 def test_a_path_that_starts_from_a_source_needs_no_further_input(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"from_source": True, "source_noise": 0.25, "degradation": Downsample(2)}
     flow = MeanFlow(small(labels=Labels(2)), space=Pixels((3, 8, 8)), **settings)
-    call, said = written(flow, tmp_path)
+    run, said = written(flow, tmp_path)
     assert list(said["inputs"]) == ["x", "t", "r", "labels"]  # type: ignore[call-overload]
     degradation = {"kind": "Downsample", "factor": 2}
     assert said["source"] == {"as": "start", "noise": 0.25, "degradation": degradation, "paints": False}
     source, noise, labels = torch.rand(4, 3, 8, 8) * 2 - 1, torch.randn(4, 3, 8, 8), torch.tensor([0, 1, 2, 1])
     source[0, :, 2:5] = torch.nan
     x, _ = flow.draw_start(4, {"source": source, "labels": labels}, noise=noise)
-    found = flow.space.decode(x - call(x=x, t=torch.ones(4), r=torch.zeros(4), labels=labels))
+    found = flow.space.decode(x - run(x=x, t=torch.ones(4), r=torch.zeros(4), labels=labels))
     expected = flow.sample(source=source, labels=labels, noise=noise, steps=1)
     assert (found - expected).abs().max() <= 1e-5
 
@@ -190,7 +186,7 @@ def test_captions_numbers_and_labels_are_inputs_under_their_names(tmp_path: Path
         names["species"]: Labels(2, ("cat", "dog")),
     }
     flow = RectifiedFlow(small(**conditions), space=Pixels((3, 8, 8)))
-    call, said = written(flow, tmp_path)
+    run, said = written(flow, tmp_path)
     assert said["inputs"] == {
         "x": {"type": "float32", "shape": ["b", 3, 8, 8]},
         "t": {"type": "float32", "shape": ["b"]},
@@ -213,7 +209,7 @@ def test_captions_numbers_and_labels_are_inputs_under_their_names(tmp_path: Path
     }
     x, t = torch.randn(4, 3, 8, 8), torch.rand(4)
     expected = flow.eval().exact_velocity(x, t, **values)
-    found = call(x=x, t=t, **{name: each.nan_to_num(nan=LARGEST) for name, each in values.items()})
+    found = run(x=x, t=t, **{name: each.nan_to_num(nan=LARGEST) for name, each in values.items()})
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
     differences = (expected - flow.exact_velocity(x, t)).abs().amax(dim=(1, 2, 3))
     assert (differences > 1e-3).tolist() == [True, True, True, False], "they matter"
@@ -228,14 +224,14 @@ def test_a_text_encoder_is_exported_beside_the_model(
     encoder = tiny_encoder(tmp_path / "encoder")
     caption = Caption(encoder, encoder.size, 3, ("a red flower",))
     flow = RectifiedFlow(small(text=caption), space=Pixels((3, 8, 8)))
-    call, said = written(flow, tmp_path, *["--half"] * half)
+    run, said = written(flow, tmp_path, *["--half"] * half)
     assert "text_encoder.onnx, 0." in capsys.readouterr().out
     files = {"file": "text_encoder.onnx", "tokenizer": "tokenizer.json"}
     described: dict[str, Any] = said["conditions"][0]  # type: ignore[index]
     assert described["encoder"] == {"kind": "program", **files, "most_tokens": 12, "pools": False}
     texts = ["Two red flowers, and a cat", "cat"]
-    run = network_call.load((tmp_path / "exported/text_encoder.onnx").read_bytes())
-    vectors, hidden = run(encoder.tokenize(texts))
+    encode = network_call.load((tmp_path / "exported/text_encoder.onnx").read_bytes())
+    vectors, hidden = encode(encoder.tokenize(texts))
     expected = encoder.encode(texts, hidden.shape[1])
     largest = 2e-2 if half else 1e-5
     assert (vectors - expected[:, 0]).abs().max() < largest
@@ -244,7 +240,7 @@ def test_a_text_encoder_is_exported_beside_the_model(
     assert (kept["truncation"], kept["padding"]) == (None, None)
     x, t, text = torch.randn(2, 3, 8, 8), torch.rand(2), caption.parse(["a red flower", ""])
     velocity = flow.eval().exact_velocity(x, t, text=text)
-    found = call(x=x, t=t, text=text.nan_to_num(nan=LARGEST))
+    found = run(x=x, t=t, text=text.nan_to_num(nan=LARGEST))
     assert (found - velocity).abs().max() <= largest * velocity.abs().max()
 
 
@@ -265,9 +261,8 @@ def test_a_program_that_differs_is_not_written(
     write(RectifiedFlow(small(), space=Pixels((3, 8, 8))), tmp_path)
     monkeypatch.setattr(exporting, "to_onnx", lambda *_arguments, **_flags: b"")
     monkeypatch.setattr(exporting, "load", lambda _content: lambda inputs: [returned * inputs["x"]])
-    sys.argv = ["export.py", "--checkpoint", str(tmp_path)]
     with pytest.raises(RunError, match=r"the program differs from the flow by .* more than 0.0001"):
-        export(parse(ExportConfig, "Export."))
+        call("export.py", "--checkpoint", tmp_path)
     assert [path.name for path in (tmp_path / "exported").iterdir()] == [RECORD]
 
 
@@ -344,6 +339,5 @@ def test_the_page_is_served_and_opened(
 
 def test_a_page_that_cannot_run_the_text_encoder_is_refused(tmp_path: Path) -> None:
     write(RectifiedFlow(small(text=Caption(Lengths(), 1, 0, ("a",))), space=Pixels((3, 8, 8))), tmp_path)
-    sys.argv = ["export.py", "--checkpoint", str(tmp_path), "--format", "page"]
     with pytest.raises(UsageError, match="cannot run the text encoder the lengths"):
-        export(parse(ExportConfig, "Export."))
+        call("export.py", "--checkpoint", tmp_path, "--format", "page")

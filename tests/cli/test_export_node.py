@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from math import cos, log, pi, sqrt
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,6 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
 
-from rectified_flow.cli.export import export
-from rectified_flow.cli.flags.sampling import ExportConfig
-from rectified_flow.flags import parse
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.networks.unet import Unet
@@ -28,6 +24,7 @@ from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.text.caption import Caption
 from rectified_flow.text.encoders import BagOfWords
 from tests.patience import PATIENCE
+from tests.programs import call
 from tests.test_docs import blocks_of
 from tests.test_load import FLOWS, write
 
@@ -60,16 +57,13 @@ def grey_with_captions() -> Flow:
         (grey_with_captions, {}, {"solver": "euler"}),
     ],
 )
-def test_a_picture(
-    flow: Any, chosen: dict[str, int], options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_picture(flow: Any, chosen: dict[str, int], options: dict[str, Any], tmp_path: Path) -> None:
     folders = [Path(each) for each in os.environ.get("NODE_PATH", "").split(os.pathsep) if each]
     found = [each for each in folders if (each / "onnxruntime-node").is_dir()]
     if not found or shutil.which("node") is None:
         pytest.skip("NODE_PATH has no onnxruntime-node, or node is not installed")
     write(flow(), tmp_path)
-    monkeypatch.setattr(sys, "argv", ["export.py", "--checkpoint", str(tmp_path), "--format", "onnx"])
-    export(parse(ExportConfig, ""))
+    call("export.py", "--checkpoint", tmp_path, "--format", "onnx")
     folder = tmp_path / "exported"
     (folder / "node_modules").symlink_to(found[0])  # an import statement does not look into NODE_PATH
     [code] = [block.text for block in blocks_of(GUIDE.read_text()) if block.language == "js"]

@@ -1,7 +1,6 @@
 """Tests of links to an exported page, of downloads from the page, and of the page without a network."""
 
 import json
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,7 @@ import pytest
 from PIL import Image
 
 from rectified_flow.cli.export import QuietHandler, finished, page_sources
-from rectified_flow.cli.flags.sampling import SampleConfig
-from rectified_flow.cli.sample import sample
 from rectified_flow.condition import Labels, Number
-from rectified_flow.flags import parse
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.spaces.pixels import Pixels
@@ -23,6 +19,7 @@ from rectified_flow.text.encoders import BagOfWords
 from tests.cli.browser import Shown, export_page, looking_at, serving
 from tests.cli.test_export import small
 from tests.patience import wait_for
+from tests.programs import call
 
 pytestmark = pytest.mark.page
 
@@ -142,8 +139,7 @@ def test_a_download_has_the_drawn_picture_and_is_drawn_again(browser: Any, recti
         name, pixels = downloaded(shown, lambda: shown.page.keyboard.press("Enter"))
         assert name == "seed-12-4x.png"
         assert np.array_equal(pixels, picture.repeat(4, axis=0).repeat(4, axis=1))
-    sys.argv = ["sample.py", "--checkpoint", str(rectified.folder.parent), "--like", str(tmp_path / "page.png")]
-    sample(parse(SampleConfig, ""))
+    call("sample.py", "--checkpoint", rectified.folder.parent, "--like", tmp_path / "page.png")
     [again] = (rectified.folder.parent / "like").glob("0*.png")
     assert np.abs(np.array(Image.open(again)).astype(int) - picture).max() <= 2
 

@@ -1,8 +1,8 @@
 """Tests of sample.py: pictures that say how they were generated, their nearest training pictures, and autoguidance."""
 
 import shutil
-import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +10,7 @@ import pytest
 from filelock import FileLock
 from PIL import Image
 
-from rectified_flow.cli.flags.sampling import SampleConfig
-from rectified_flow.cli.sample import LOCK_FILE, sample
+from rectified_flow.cli.sample import LOCK_FILE
 from rectified_flow.flags import parse
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.rectified import RectifiedFlow
@@ -24,7 +23,7 @@ from rectified_flow.runs.checkpoint import FLOW_FILE
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.system.pictures import write_picture
 from rectified_flow.system.provenance import read_provenance
-from tests.programs import assert_refused, program
+from tests.programs import assert_refused, call, program
 from tests.ranks import run_on_ranks
 from tests.test_load import FLOWS, write
 
@@ -37,9 +36,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def draw(*flags: object) -> None:
-    sys.argv = ["sample.py", *map(str, flags)]
-    sample(parse(SampleConfig, "Draw."))
+draw = partial(call, "sample.py")
 
 
 def pictures(folder: Path) -> dict[str, np.ndarray]:

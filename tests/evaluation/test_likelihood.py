@@ -1,7 +1,6 @@
 """Tests of the likelihood of pictures, which is exact for Gaussian data."""
 
 import json
-import sys
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rectified_flow.cli.evaluate import evaluate
-from rectified_flow.cli.flags.sampling import EvaluateConfig
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.evaluator import Comparison, Evaluator
 from rectified_flow.evaluation.likelihood import bits_per_dimension, cubic_times, estimates, log_density
-from rectified_flow.flags import parse
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.latents.space import Latents
@@ -26,6 +22,7 @@ from rectified_flow.spaces.pixels import Pixels
 from tests.analytic import Gaussian, Optimal, image_gaussian
 from tests.evaluation.runs import COUNT, pictures_of, save_run
 from tests.extension.own_autoencoder import Haar
+from tests.programs import call
 from tests.ranks import run_on_ranks
 from tests.test_load import settings, unet
 
@@ -146,8 +143,7 @@ def test_an_estimate_is_a_function_of_its_picture_its_condition_and_the_seed(run
 
 
 def evaluated(*flags: object) -> None:
-    sys.argv = ["evaluate.py", *map(str, flags), "--metric", "likelihood", "--steps", "2"]
-    evaluate(parse(EvaluateConfig, "Measure."))
+    call("evaluate.py", *flags, "--metric", "likelihood", "--steps", 2)
 
 
 def test_the_same_figures_on_two_processes(run: Path, tmp_path: Path) -> None:

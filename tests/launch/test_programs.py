@@ -19,7 +19,7 @@ from rectified_flow.flags import parse
 from tests.launch.soak import FLAGS, differences, leaks, two_runs
 from tests.patience import PATIENCE, wait_for
 from tests.ranks import run_on_ranks
-from tests.training.runs import losses
+from tests.training.runs import assert_same_bytes, losses
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
@@ -152,9 +152,7 @@ def test_the_launch_script_starts_again_what_died(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "killed/status.json").read_text())["state"] == "finished"
     config = parse(TrainConfig, "", [*TINY, *flags, str(tmp_path / "straight")])
     run_on_ranks(1, train, config)
-    for name in ("model.safetensors", "ema.safetensors", "optimizer.safetensors"):
-        one, other = (tmp_path / run / "checkpoints/step_00000030" / name for run in ("straight", "killed"))
-        assert one.read_bytes() == other.read_bytes(), name
+    assert_same_bytes(tmp_path / "straight", tmp_path / "killed", 30)
     assert losses(tmp_path / "killed") == losses(tmp_path / "straight")
     [said] = run_on_ranks(1, printed, parse(TrainConfig, "", [*TINY, *flags, str(tmp_path / "killed")]))
     assert "already trained 30 of 30 steps" in said

@@ -12,10 +12,7 @@ import torch
 from diffusers import DiffusionPipeline
 from PIL import Image
 
-from rectified_flow.cli.flags.sampling import SampleConfig
-from rectified_flow.cli.sample import sample
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import parse
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.hub import PIPELINE, save_pretrained
@@ -26,6 +23,7 @@ from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.system.provenance import Provenance, read_provenance
 from rectified_flow.text.caption import Caption
 from rectified_flow.text.encoders import BagOfWords
+from tests.programs import call
 from tests.test_load import FLOWS, same, write
 
 CAPTION = Caption(BagOfWords(("a", "red", "blue", "flower")), 4, examples=("a red flower", "a blue flower"))
@@ -63,9 +61,7 @@ def test_pictures_are_those_of_sample(
     flow: Any, arguments: dict[str, Any], flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(flow(), tmp_path)
-    command = ["sample.py", "--checkpoint", str(tmp_path), "--num_samples", "3", "--seed", "5", *flags.split()]
-    monkeypatch.setattr(sys, "argv", command)
-    sample(parse(SampleConfig, ""))
+    call("sample.py", "--checkpoint", tmp_path, "--num_samples", 3, "--seed", 5, *flags.split())
     images = opened(flow(), tmp_path, monkeypatch)(3, seed=5, **arguments).images
     assert len(images) == 3
     for number, image in enumerate(images):

@@ -12,6 +12,7 @@ import psutil
 from PIL import Image
 
 from tests.several_machines.rig import HOSTS, ROOT, Process, Rig, wait_until
+from tests.training.runs import assert_same_bytes
 
 STEPS, SAVE_EVERY = 150, 10
 TINY = (
@@ -74,10 +75,7 @@ class Lab:
 
     def is_like_undisturbed(self, run: Path) -> str:
         """Check that a run ended with the bytes of an undisturbed one."""
-        last = f"checkpoints/step_{STEPS:08}"
-        for name in ("model.safetensors", "ema.safetensors", "optimizer.safetensors"):
-            one, other = (folder / last / name for folder in (self.undisturbed, run))
-            assert one.read_bytes() == other.read_bytes(), f"{name} of {run} differs"
+        assert_same_bytes(self.undisturbed, run, STEPS)
         assert losses(run) == losses(self.undisturbed)
         return "byte-equal"
 

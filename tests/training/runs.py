@@ -22,6 +22,7 @@ from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.training.trainer import Trainer
 
 IMAGE_SIZE = 8
+SAVED = ("model.safetensors", "ema.safetensors", "optimizer.safetensors", "trainer.json")
 Kind = Literal["rectified", "mean"]
 
 
@@ -104,6 +105,13 @@ def metrics(output_dir: Path) -> list[dict[str, float]]:
         with suppress(ValueError):  # a full disk may cut a line
             rows.append(json.loads(line))
     return rows
+
+
+def assert_same_bytes(one: Path, other: Path, step: int) -> None:
+    """Check that the checkpoints of two runs at a step have the same weights, averages, moments and counters."""
+    for name in SAVED:
+        mine, theirs = (run / f"checkpoints/step_{step:08}" / name for run in (one, other))
+        assert mine.read_bytes() == theirs.read_bytes(), name
 
 
 def losses(output_dir: Path) -> dict[int, float]:

@@ -19,10 +19,9 @@ from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.training.trainer import Trainer
 from tests.ranks import run_on_ranks
-from tests.training.runs import losses, tiny_config
+from tests.training.runs import assert_same_bytes, losses, tiny_config
 
 STEPS = 8
-SAVED = ("model.safetensors", "ema.safetensors", "optimizer.safetensors", "trainer.json")
 
 
 class PlainDraws(nn.Module):
@@ -95,11 +94,9 @@ def assert_resumes_alike(world_size: int, folder: Path, train: Any, straight: Tr
     """Training again from step 4 of a finished run, which has its last step taken away, ends with the same bytes."""
     half = folder / "half"
     shutil.copytree(straight.output_dir, half)
-    last = f"checkpoints/{checkpoint.step_name(STEPS)}"
-    shutil.rmtree(half / last)
+    shutil.rmtree(half / "checkpoints" / checkpoint.step_name(STEPS))
     run_on_ranks(world_size, train, replace(straight, output_dir=half), *more)
-    for name in SAVED:
-        assert (half / last / name).read_bytes() == (straight.output_dir / last / name).read_bytes(), name
+    assert_same_bytes(straight.output_dir, half, STEPS)
     assert losses(half) == losses(straight.output_dir)
 
 
