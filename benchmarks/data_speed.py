@@ -14,14 +14,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import tyro
 from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
 from training_speed import write_photographs
-from turns import PEER, Row, Turns, describe_machine, print_rows, ratio, take_turns
+from turns import PEER, Row, Turns, ratio, take_turns
 
 from rectified_flow.data import GlobalBatch
 from rectified_flow.data.build import open_store
@@ -136,9 +135,3 @@ def measure_rows(flags: Flags) -> list[Row]:
         (folder / "photographs").mkdir()
         write_photographs(folder / "photographs", flags.pictures)
         return [measure_loading(flags, folder), measure_memory(flags, folder)]
-
-
-if __name__ == "__main__":
-    given = tyro.cli(Flags, description=__doc__, use_underscores=True)
-    print(describe_machine())
-    print(print_rows(measure_rows(given)))

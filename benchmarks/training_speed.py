@@ -21,24 +21,11 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
-import tyro
 from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from turns import (
-    PEER,
-    Contender,
-    Row,
-    Times,
-    Turns,
-    describe_machine,
-    forward_flops,
-    multiplication_rate,
-    print_rows,
-    ratio,
-    take_turns,
-)
+from turns import PEER, Contender, Row, Times, Turns, ratio, take_turns
 
 from rectified_flow.cli.build import build_flow
 from rectified_flow.cli.config import NetworkConfig, TrainConfig
@@ -94,9 +81,6 @@ def train_ours(config: TrainConfig, turns: Turns) -> None:
     flow = build_flow(config, {})
     trainer = Trainer(flow, open_pictures(config.data), config.run)
     turns.facts["parameters"] = sum(parameter.numel() for parameter in flow.parameters())
-    turns.facts["flops"] = 3 * forward_flops(trainer)
-    precision = torch.bfloat16 if config.run.mixed_precision == "bf16" else torch.float32
-    turns.facts["rate"] = multiplication_rate(trainer.device, precision)
     take, images = trainer.stepper.take, trainer.batch.total
 
     def take_in_turns(batches: Any) -> None:
@@ -227,11 +211,6 @@ def measure_size(flags: Flags, image_size: int, folder: Path) -> list[Row]:
         for peer in peers:
             speeds = f"{_speed(times[name])} and {_speed(times[peer])}"
             rows.append(Row(what, peer, AIMS.get((peer, name), ""), str(ratio(times[peer], times[name])), speeds))
-        facts = times[name].facts
-        share = facts["flops"] / times[name].median / facts["rate"]
-        bound = f"the measured matmul rate in that precision, {facts['rate'] / 1e12:.3g} TFLOP/s"
-        aim = ">= 45%" if name == "bf16, compiled" and image_size == 64 else ""
-        rows.append(Row(f"the same, {facts['flops'] / 1e9:.1f} GFLOP per image", bound, aim, f"{share:.0%}"))
     return rows
 
 
@@ -251,9 +230,3 @@ def measure_rows(flags: Flags) -> list[Row]:
         reason = f"left out: bf16 takes {slowness:.1f} times as long as float32 on this processor"
         rows.append(Row("training images/s, whole loop, bf16", PEER, AIMS[PEER, "bf16"], "not measured", reason))
     return rows
-
-
-if __name__ == "__main__":
-    given = tyro.cli(Flags, description=__doc__, use_underscores=True)
-    print(describe_machine())
-    print(print_rows(measure_rows(given)))

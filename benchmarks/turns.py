@@ -10,7 +10,6 @@ import os
 import platform
 import statistics
 import time
-import timeit
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -18,35 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
-
-from rectified_flow.data.stream import Batches
-from rectified_flow.training.stepper import moved
-from rectified_flow.training.trainer import Trainer
 
 PEER = "rectified-flow-pytorch"
 Contender = Callable[["Turns"], object]
 """A function to be timed. It works until :class:`Turns` stops it, and must be picklable."""
-
-
-def forward_flops(trainer: Trainer) -> int:
-    """Count the floating-point operations of a forward pass of one item; a multiply-add is two."""
-    batch = moved(Batches(trainer.dataset).__getitems__([0]), trainer.device)
-    with torch.no_grad(), trainer.accelerator.autocast(), FlopCounterMode(display=False) as counter:
-        trainer.flow.eval()(**batch)
-    trainer.flow.train()
-    return int(counter.get_total_flops())
-
-
-def multiplication_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Measure the rate at which the device multiplies large matrices [floating-point operations per second]."""
-    side = 4096 if device.type == "cuda" else 1024
-    a, b = torch.randn(2, side, side, device=device, dtype=dtype)
-    precise, torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32, True  # as convolutions
-    finish = torch.accelerator.synchronize if torch.accelerator.is_available() else lambda: None
-    seconds = min(timeit.repeat(lambda: (a @ b, finish()), finish, repeat=5, number=1))
-    torch.backends.cuda.matmul.allow_tf32 = precise
-    return 2 * side**3 / seconds
 
 
 class _Over(BaseException):

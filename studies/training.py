@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Mapping
-from copy import deepcopy
 from math import cos, pi
 from os import environ
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any, Final, Literal
 
 import torch
 from accelerate.utils import set_seed
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import Dataset
 from torchvision.utils import save_image
 
@@ -21,10 +20,11 @@ from rectified_flow import (
     RectifiedFlow,
     Trainer,
     TrainingConfig,
+    Unet,
     load_flow,
     open_dataset,
 )
-from rectified_flow.flows.flow import network_of, sample_batches
+from rectified_flow.flows.flow import sample_batches
 from studies.harness import CLOCKS, Figures, Row
 
 FEATURES: Final = "efficientnet_lite0"
@@ -37,16 +37,12 @@ NAMES = {
 }
 """Figures of samples, and their names in an evaluation."""
 ENDLESS = 10**9
-Decay = Literal["none", "cosine", "linear", "cooldown"]
+Decay = Literal["none", "cosine"]
 DECAYS: Mapping[Decay, Callable[[float], float]] = {
     "none": lambda share: 1.0,
     "cosine": lambda share: 0.5 + 0.5 * cos(pi * share),
-    "linear": lambda share: 1.0 - share,
-    "cooldown": lambda share: min(1.0, 4 * (1.0 - share)),
 }
-"""Factor of the learning rate by the spent share of the budget; ``cooldown`` is constant for three quarters."""
-GUIDE_SHARE = 0.35
-GUIDE_FILE = "guide.pt"
+"""Factor of the learning rate by the spent share of the budget."""
 GRID = 36
 """Samples in the picture beside a run."""
 SHORT_RUN: Mapping[str, Any] = {
@@ -57,6 +53,16 @@ SHORT_RUN: Mapping[str, Any] = {
     "mixed_precision": "no",
 }
 """Flags of a run of minutes; docs/measurements/quality.md has how they were chosen."""
+CHOSEN: Mapping[str, Any] = {
+    "optimizer": ("muon",),
+    "decay": "cosine",
+    "lr_warmup_steps": 20,
+    "mixed_precision": "bf16",
+    "network_dim": 24,
+}
+"""Settings of a run of minutes that were found better later; docs/measurements/budget.md has the comparison."""
+AVERAGED = 0.08
+"""Length of the average of a run with :data:`CHOSEN`, as a share of its steps."""
 
 
 def open_pictures(data: str, image_size: int, split: str = "train") -> ImageDataset:
@@ -68,6 +74,12 @@ def find_folder(data: str) -> Path | None:
     """Return the folder of a dataset, which may be in ``$STUDIES_DATA``; None for a value of ``--dataset``."""
     folders = [Path(data), *(Path(folder) / data for folder in [environ.get("STUDIES_DATA")] if folder)]
     return next((each for each in folders if each.is_dir()), None)
+
+
+def build_unet(size: int, **settings: Any) -> Unet:
+    """Build the Unet of a run of minutes; for images of twice the side, it has one level more."""
+    mults = (1, 2, 3) if size <= 32 else (1, 1, 2, 3)
+    return Unet(**{"dim_mults": mults, "image_size": size, "attention_sides": (8,), "blocks_per_level": 1, **settings})
 
 
 class Budget(Callback):
@@ -125,8 +137,6 @@ def train_flow(
     images: int | None = None,
     prepared: float = 0.0,
     decay: Decay = "none",
-    keeps_guide: bool = False,
-    callbacks: tuple[Callback, ...] = (),
     **settings: Any,
 ) -> None:
     """Train a flow until its budget is spent, from the newest checkpoint if there is one.
@@ -139,8 +149,6 @@ def train_flow(
         images: the budget as a number of images, instead.
         prepared: seconds of the budget that were spent before.
         decay: decay of the learning rate over the budget, a key of :data:`DECAYS`.
-        callbacks: further callbacks.
-        keeps_guide: keep the averaged weights at :data:`GUIDE_SHARE` of the budget, see :func:`autoguided`.
         settings: fields of :class:`TrainingConfig` that differ from :data:`SHORT_RUN`.
 
     Raises:
@@ -156,50 +164,21 @@ def train_flow(
         warmup = min(1.0, (updates + 1) / max(1, config.lr_warmup_steps))
         return warmup * DECAYS[decay](budget.fraction(updates, total))
 
-    others = [*callbacks, *([KeepGuide(row, budget)] if keeps_guide else [])]
-    trainer = Trainer(flow, data, config, lr_schedule=schedule, callbacks=[*others, budget])
+    trainer = Trainer(flow, data, config, lr_schedule=schedule, callbacks=[budget])
     if not trainer.train():
         raise RuntimeError(f"{row.folder} was asked to stop, and is saved")
     write_trained(row, trainer.state.images_seen, budget.seconds)
 
 
-class KeepGuide(Callback):
-    """A callback that saves the averaged weights at :data:`GUIDE_SHARE` of the budget, for autoguidance."""
-
-    def __init__(self, row: Row, budget: Budget) -> None:
-        self.file, self.budget = row.folder / GUIDE_FILE, budget
-
-    def on_step(self, trainer: Trainer) -> None:
-        """Save the weights when the share is spent."""
-        if not self.file.exists() and self.budget.fraction(trainer.state.step, trainer.total_steps) >= GUIDE_SHARE:
-            torch.save(network_of(trainer.averaged_flow).state_dict(), self.file)
-
-
-class _Autoguided(nn.Module):
-    def __init__(self, network: nn.Module, guide: nn.Module, scale: float) -> None:
-        super().__init__()
-        self.network, self.guide, self.scale = network, guide, scale
-        self.conditions = getattr(network, "conditions", {})
-
-    def forward(self, x: Tensor, t: Tensor, **conditions: Tensor) -> Tensor:
-        return torch.lerp(self.guide(x, t, **conditions), self.network(x, t, **conditions), self.scale)
-
-
-def autoguided(row: Row, scale: float) -> Any:
-    """Return the trained flow of a row with autoguidance (Karras et al. 2024, arXiv:2406.02507).
-
-    The output is extrapolated from that of a guide, which is the same network after a part of the run.
-    """
-    flow = load_trained(row)
-    guide = deepcopy(flow.network)
-    guide.load_state_dict(torch.load(row.folder / GUIDE_FILE, weights_only=True))
-    flow.network = _Autoguided(flow.network, guide, scale)
-    return flow
+def train_images(row: Row, flow: nn.Module, data: Dataset[Any], run: Mapping[str, Any]) -> None:
+    """Train a flow on the images of a row's budget, with an average over a share of the steps."""
+    steps = row.budget / run.get("batch_size", SHORT_RUN["batch_size"])
+    train_flow(row, flow, data, images=int(row.budget), **{**run, "ema_decay": 1 - 1 / (AVERAGED * steps)})
 
 
 def grouped(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return settings by the part that their names begin with: ``flow_``, ``network_``, ``space_``, or else the run."""
-    groups: dict[str, dict[str, Any]] = {"run": {}, "flow": {}, "network": {}, "space": {}}
+    """Return settings by the part that their names begin with: ``flow_``, ``network_``, or else the run."""
+    groups: dict[str, dict[str, Any]] = {"run": {}, "flow": {}, "network": {}}
     for name, value in settings.items():
         part, _, rest = name.partition("_")
         if part in groups:

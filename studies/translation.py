@@ -3,7 +3,7 @@
 The data are a folder with two folders of pictures in which the same name is the same thing: ``google`` and ``fluent``
 of emoji, or the two that --data names after colons, ``FOLDER:FROM:TO``. A degradation starts from pictures of the
 second folder. A tenth of the names is held out, and judged. The budget is a number of images, and all cases have the
-settings of ``chosen`` in studies/short_runs.py. Each source has two results, in one call and in eight.
+settings ``CHOSEN`` of studies/training.py. Each source has two results, in one call and in eight.
 """
 
 import sys
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torchvision.utils import save_image
 
-from rectified_flow import Evaluator, ImageDataset, Pixels, RectifiedFlow, Unet, register
+from rectified_flow import Evaluator, ImageDataset, Pixels, RectifiedFlow, register
 from rectified_flow.condition import Picture
 from rectified_flow.evaluation import scores  # noqa: F401 -- it registers its score
 from rectified_flow.evaluation.evaluator import Comparison, render_sources
@@ -23,8 +23,7 @@ from rectified_flow.flows.flow import SOURCE, Flow, sample_batches
 from rectified_flow.flows.times import LogitNormal
 from rectified_flow.spaces.degradations import Degradation, Downsample, Grey, Mask
 from studies.harness import Case, Figures, Flags, Row, Study, run
-from studies.short_runs import AVERAGED, BATCH_SIZE, CHOSEN
-from studies.training import FEATURES, grouped, load_trained, open_pictures, train_flow
+from studies.training import CHOSEN, FEATURES, build_unet, grouped, load_trained, open_pictures, train_images
 
 HELD_OUT = 10
 """One of this many names is held out."""
@@ -78,22 +77,12 @@ def train(row: Row, paired: bool, kind: type[Flow], as_condition: bool, settings
     degraded = parts["flow"].get("degradation") is not None
     training, _ = open_sides(row, paired=paired, degraded=degraded)
     shape = (3, row.image_size, row.image_size)
-    unet = Unet(
-        **{
-            "dim_mults": (1, 2, 3) if row.image_size <= 32 else (1, 1, 2, 3),
-            "image_size": row.image_size,
-            "attention_sides": (8,),
-            "blocks_per_level": 1,
-            "conditions": {SOURCE: Picture(shape)} if as_condition else {},
-            **parts["network"],
-        }
-    )
+    conditions = {SOURCE: Picture(shape)} if as_condition else {}
+    unet = build_unet(row.image_size, conditions=conditions, **parts["network"])
     own: dict[str, Any] = {"time_distribution": LogitNormal(stratified=True)} if kind is RectifiedFlow else {}
     own |= {"condition_dropout": 0.1} if as_condition else {"from_source": True}
     flow = kind(unet, space=Pixels(shape, horizontal_flip=True), **own, **parts["flow"])
-    batch = parts["run"].get("batch_size", BATCH_SIZE)
-    parts["run"]["ema_decay"] = 1 - 1 / (AVERAGED * row.budget / batch)
-    train_flow(row, flow, training, images=int(row.budget), **parts["run"])
+    train_images(row, flow, training, parts["run"])
 
 
 def measure(row: Row, paired: bool, kind: type[Flow], as_condition: bool, settings: dict[str, Any]) -> Figures:

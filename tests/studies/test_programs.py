@@ -82,19 +82,6 @@ def free_precision() -> Iterator[None]:
     AcceleratorState._reset_state()
 
 
-def test_small_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from studies import small_data, training
-
-    monkeypatch.setattr(small_data, "EVALUATIONS", 2)
-    monkeypatch.setattr(small_data, "open_pictures", lambda data, size, _split: training.open_pictures(data, size))
-    row = row_of("small_data", "augment 0.15, 64", tmp_path, budget=64)
-    figures = compute(row)
-    assert {"least loss", "nearest", "end", "step 4", "step 8"} == set(figures)
-    assert {"loss", "kernel", "copies", "gap"} <= set(figures["end"])
-    assert row.trained is not None
-    assert row.trained["images"] == 64
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("free_precision")
 def test_conditions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
