@@ -22,7 +22,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import tyro
 from annotated_types import Ge, Gt, Interval, Le, Lt
 
-from rectified_flow.errors import UsageError, first_line
+from rectified_flow.errors import DamageError, UsageError, first_line
 from rectified_flow.registry import Role, find, names, parameters_of
 from rectified_flow.system.files import LONGEST, check_document, read_document, usable_path
 
@@ -158,12 +158,12 @@ def parse(config_class: type[C], description: str, arguments: Sequence[str] | No
     return config
 
 
-def check_rules(config: Any, given: Collection[str] | None = None) -> None:
+def check_rules(config: Any, given: Collection[str]) -> None:
     """Check the relations between the flags of a config.
 
     Args:
         config: the config.
-        given: names of the flags on the command line, which must not exclude each other; by default all changed flags.
+        given: names of the flags on the command line, which must not exclude each other.
 
     Raises:
         UsageError: if a flag is set without one that it needs, or beside one that it excludes.
@@ -173,7 +173,7 @@ def check_rules(config: Any, given: Collection[str] | None = None) -> None:
         needs = rules[name].needs.split()
         if needs and changed.isdisjoint(needs):
             raise UsageError(f"--{name} needs --{' or --'.join(needs)}: pass both")
-    set_together = changed if given is None else changed & set(given)
+    set_together = changed & set(given)
     for name in sorted(set_together):
         for other in rules[name].excludes.split():
             if other in set_together:
@@ -183,23 +183,30 @@ def check_rules(config: Any, given: Collection[str] | None = None) -> None:
 def based_on(base: C, config: C, given: Collection[str]) -> C:
     """Return ``base`` with the given flags of ``config``, and without the flags that these exclude or replace."""
     rules, values = rules_of(type(base)), values_of(config)
-    defaults = {name: each for name, _, each in _each_flag(base)}
     known = {*given} & rules.keys()
-    outdated = {other for name in known for other in rules[name].replaces.split()}
-    changed = known & changed_flags(config)  # --holdout 0 excludes nothing, neither here nor in check_rules
-    excluded = {other for name in changed for other in rules[name].excludes.split()} | outdated
-    excluded |= {name for name, rule in rules.items() if changed & {*rule.excludes.split()}}
-    flags = {name: defaults[name] for name in excluded} | {name: values[name] for name in {*given} & values.keys()}
-    return replaced(base, flags)
+    # --holdout 0 excludes nothing, neither here nor in check_rules, and a flag of this call alone changes no run.
+    changed = {name for name in known & changed_flags(config) if rules[name].recorded}
+    reset = {other for name in known for other in rules[name].replaces.split()}
+    reset |= {other for name in changed for other in rules[name].excludes.split()}
+    reset |= {name for name, rule in rules.items() if changed & {*rule.excludes.split()}}
+    defaults = {name: default for name, _, default in _each_flag(base) if name in reset}
+    return replaced(base, defaults | {name: values[name] for name in known})
+
+
+def flag_types(config_class: Any) -> dict[str, Any]:
+    """Return the annotations of all flags by name, also of nested groups."""
+    kinds, hints = dict[str, Any](), get_type_hints(config_class, include_extras=True)
+    for each in fields(config_class):
+        kind = hints[each.name]
+        nested = isinstance(kind, type) and is_dataclass(kind)
+        kinds |= flag_types(kind) if nested else {flag_name(each.name): kind}
+    return kinds
 
 
 def rules_of(config_class: Any) -> dict[str, Rule]:
     """Return the rules of all flags by name."""
-    rules = dict[str, Rule]()
-    for name, hint in flag_types(config_class, include_extras=True).items():
-        found = (each for each in getattr(hint, "__metadata__", ()) if isinstance(each, Rule))
-        rules[name] = next(found, Rule())
-    return rules
+    notes = {name: getattr(hint, "__metadata__", ()) for name, hint in flag_types(config_class).items()}
+    return {name: next((each for each in of if isinstance(each, Rule)), Rule()) for name, of in notes.items()}
 
 
 def changed_flags(config: Any) -> frozenset[str]:
@@ -284,22 +291,26 @@ def recorded(config: Any) -> dict[str, Any]:
     return {name: value for name, value in plain(config).items() if rules[name].recorded}
 
 
-def checked(config_class: type, flags: Mapping[str, Any], source: object) -> dict[str, Any]:
-    """Return flags that were read from a file, with the types of the fields that they set.
+def config_from(config_class: type[C], flags: Mapping[str, Any], source: object) -> C:
+    """Return the config of flags that were read from a file.
 
     Args:
-        config_class: the config, whose nested ones have fields too.
-        flags: as :func:`plain` made them; those that the config does not have are left out.
+        config_class: the config; flags that it does not have are left out, and others have their defaults.
+        flags: as :func:`plain` made them.
         source: the name of the file for an error.
 
     Raises:
-        DamageError: if one has another type.
+        DamageError: if a value does not fit its flag.
     """
-    return {
+    values = {
         name: check_document({name: flags[name]}, dict[str, kind], source)[name]  # type: ignore[valid-type]
         for name, kind in flag_types(config_class).items()
         if name in flags
     }
+    try:
+        return replaced(config_class(), values)
+    except UsageError as error:
+        raise DamageError(f"{source} is damaged: {error}") from error
 
 
 def refuse(flags: Mapping[str, object], reason: str) -> None:
@@ -357,15 +368,13 @@ def _is_default(value: Any, default: Any) -> bool:
 def _from_file(config_class: type[C], path: Path, given: Collection[str]) -> C:
     """Return the config in the file of ``--config``: flags by name, or the ``config.json`` of a run."""
     flags = flags_in(read_document(path, dict[str, Any]))
-    if "rank_timeout" in flags and "network" not in flags:
-        raise UsageError(f"{path} belongs to a run of the Python API, which records no flags of data and network")
     unknown = sorted(flags.keys() - flag_types(config_class).keys())
     if unknown:
         raise UsageError(f"--config {path} sets flags that this program does not have: {', '.join(unknown)}")
     modules = flags.pop("import", None)
     if modules and "import" not in given:
         raise UsageError(f"--config {path} belongs to a run with --import {' '.join(modules)}: pass it again")
-    return replaced(config_class(), checked(config_class, flags, path))
+    return config_from(config_class, flags, path)
 
 
 def import_modules(modules: Sequence[str]) -> None:
@@ -382,17 +391,6 @@ def import_modules(modules: Sequence[str]) -> None:
         except Exception as error:  # of any type, as the module is a user's
             cause = f"{type(error).__name__}: {first_line(error)}"
             raise UsageError(f"--import {name} failed ({cause}): name a module that Python can import") from error
-
-
-def flag_types(config_class: Any, *, include_extras: bool = False) -> dict[str, Any]:
-    """Return the types of all flags by name, with the extras of ``Annotated`` if asked for."""
-    kinds: dict[str, Any] = {}
-    hints = get_type_hints(config_class, include_extras=include_extras)
-    for each in fields(config_class):
-        kind = hints[each.name]
-        nested = is_dataclass(kind) and isinstance(kind, type)
-        kinds |= flag_types(kind, include_extras=include_extras) if nested else {flag_name(each.name): kind}
-    return kinds
 
 
 def as_plain(value: Any) -> Any:

@@ -76,7 +76,7 @@ def main() -> None:
     from rectified_flow.cli.config import OneStepConfig, TrainConfig
     from rectified_flow.flags import flag_types
 
-    configs = [flag_types(each, include_extras=True).values() for each in (TrainConfig, OneStepConfig)]
+    configs = [flag_types(each).values() for each in (TrainConfig, OneStepConfig)]
     flags = [sum(Fixed not in getattr(each, "__metadata__", ()) for each in types) for types in configs]
     package = files_in(PACKAGE)
     code = sum(map(code_lines, package))

@@ -14,11 +14,10 @@ import pytest
 from accelerate import PartialState
 
 from rectified_flow.cli import planning, programs
-from rectified_flow.cli.config import TrainConfig
+from rectified_flow.cli.config import EvaluateConfig, ExportConfig, SampleConfig, TrainConfig
 from rectified_flow.cli.data import build_space
 from rectified_flow.cli.evaluate import evaluate
 from rectified_flow.cli.export import export
-from rectified_flow.cli.flags.sampling import EvaluateConfig, ExportConfig, SampleConfig
 from rectified_flow.cli.record import resolved
 from rectified_flow.cli.sample import sample
 from rectified_flow.data.sources import ImageSource
@@ -75,7 +74,7 @@ def stand_in() -> Iterator[None]:
     def load(_content: bytes) -> Callable[[dict[str, Any]], list[Any]]:
         return lambda inputs: [calls[-1](**inputs)]
 
-    with patch("rectified_flow.cli.export.to_onnx", to_onnx), patch("rectified_flow.cli.export.load", load):
+    with patch("rectified_flow.cli.export.to_onnx", to_onnx), patch("rectified_flow.cli.export.load_program", load):
         yield
 
 

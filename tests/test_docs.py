@@ -21,8 +21,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from rectified_flow.cli.config import OneStepConfig, TrainConfig
-from rectified_flow.cli.flags.sampling import EvaluateConfig, ExportConfig, SampleConfig, WatchConfig
+from rectified_flow.cli.config import (
+    EvaluateConfig,
+    ExportConfig,
+    OneStepConfig,
+    SampleConfig,
+    TrainConfig,
+    WatchConfig,
+)
 from rectified_flow.cli.programs import COMMAND, PROGRAMS
 from rectified_flow.data import open as catalog
 from rectified_flow.data.sources.synthetic_flowers import SyntheticFlowers

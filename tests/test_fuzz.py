@@ -22,9 +22,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from rectified_flow.cli.config import OneStepConfig, TrainConfig
-from rectified_flow.cli.flags.sampling import EvaluateConfig, ExportConfig, SampleConfig
+from rectified_flow.cli.config import EvaluateConfig, ExportConfig, OneStepConfig, SampleConfig, TrainConfig
 from rectified_flow.flags import flag_types
+from rectified_flow.registry import type_of
 from tests.programs import program
 from tests.ranks import run_on_ranks
 from train_masked_text import TextFlags
@@ -68,6 +68,7 @@ PATHS = (
 
 def values(hint: Any) -> st.SearchStrategy[list[str]]:
     """Words that a flag of this type may be given, good ones and bad ones."""
+    hint = type_of(hint)
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         return values(next(each for each in arguments if each is not type(None)))
@@ -86,7 +87,7 @@ def calls(draw: Callable[..., Any]) -> tuple[str, list[str]]:
     """A program and its words: those with which it runs, and one to four random flags."""
     script = draw(st.sampled_from(sorted(PROGRAMS)))
     config_class, base = PROGRAMS[script]
-    kinds = {name: kind for name, kind in flag_types(config_class).items() if name not in SLOW}
+    kinds = {name: type_of(kind) for name, kind in flag_types(config_class).items() if name not in SLOW}
     words = base.split()
     for name in draw(st.lists(st.sampled_from(sorted(kinds)), min_size=1, max_size=4, unique=True)):
         if kinds[name] is bool:

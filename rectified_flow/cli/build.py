@@ -9,9 +9,8 @@ from accelerate import PartialState
 from accelerate.utils import set_seed
 from torch import nn
 
-from rectified_flow.cli.config import Method, NetworkConfig, TrainConfig
+from rectified_flow.cli.config import Method, NetworkConfig, SamplingConfig, SolverConfig, TrainConfig
 from rectified_flow.cli.data import build_space, choose_degradation
-from rectified_flow.cli.flags.sampling import SamplingConfig, SolverConfig
 from rectified_flow.condition import ConditionSpecs, Picture, chosen
 from rectified_flow.distributed import check_equal, join_processes
 from rectified_flow.errors import UsageError

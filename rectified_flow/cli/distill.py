@@ -29,7 +29,7 @@ from rectified_flow.runs import checkpoint
 from rectified_flow.spaces.space import Space
 from rectified_flow.system.artifact import Artifact
 from rectified_flow.system.files import prepare_folder, read_document
-from rectified_flow.training.accelerator import choose_precision
+from rectified_flow.training.trainer import choose_precision
 
 BATCH_SIZE = 64
 Kind = Literal["pairs", "paths"]

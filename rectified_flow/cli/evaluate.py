@@ -8,9 +8,8 @@ from accelerate import PartialState
 from tqdm.auto import tqdm
 
 from rectified_flow.cli.build import guidance_of, open_trained
-from rectified_flow.cli.config import TrainConfig
+from rectified_flow.cli.config import EvaluateConfig, MeasureConfig, TrainConfig
 from rectified_flow.cli.data import check_classes, find_data, open_data, split_of
-from rectified_flow.cli.flags.sampling import EvaluateConfig, MeasureConfig
 from rectified_flow.cli.record import config_in
 from rectified_flow.data.sources import ImageSource
 from rectified_flow.data.store import ImageDataset

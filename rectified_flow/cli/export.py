@@ -1,30 +1,42 @@
 """Write a trained flow as a program for other software, or as a web page that samples in a browser."""
 
 import json
+import logging
 import lzma
 import webbrowser
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from hashlib import sha256
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
-from rectified_flow.cli.flags.sampling import ExportConfig
-from rectified_flow.cli.network_call import DECODER_FILE, MODEL_FILE, NetworkCall, check, describe, load, to_onnx
-from rectified_flow.errors import UsageError
-from rectified_flow.load import model_hash, read_trained
+from rectified_flow.cli.config import ExportConfig
+from rectified_flow.condition import LARGEST, WrittenCondition, chosen, written
+from rectified_flow.errors import RunError, UsageError
+from rectified_flow.flows.flow import SOURCE, Flow
+from rectified_flow.flows.flow_map import FlowMap
+from rectified_flow.flows.rectified import RectifiedFlow
+from rectified_flow.load import model_hash, read_trained, solver_name
+from rectified_flow.registry import describe as describe_part
 from rectified_flow.runs import checkpoint
-from rectified_flow.spaces.degradations import Downsample, Grey
+from rectified_flow.spaces.degradations import Downsample, Grey, Mask
 from rectified_flow.spaces.space import RGB
 from rectified_flow.system.files import prepare_folder, read_bytes, replace_file, writing
 from rectified_flow.system.outputs import claim
 from rectified_flow.system.provenance import PACKET
 from rectified_flow.system.terminal import lines, progress_bar
 
+UNKNOWN = "unknown"
+MODEL_FILE, DECODER_FILE = "model.onnx", "decoder.onnx"
+TOLERANCE, HALF_TOLERANCE = 1e-4, 2e-2
+"""Greatest difference of program and module, relative to the greatest number that the module returns."""
+Program = Callable[[dict[str, Tensor]], list[Tensor]]
 CHECKED_BATCHES = (1, 3)
 ON_PAGE = (Downsample, Grey)  # projections that the page applies to a picture
 SOURCES = Path(__file__).resolve().parents[1] / "page"
@@ -101,8 +113,8 @@ def converted(
     """
     expected = {count: module(**example(count)) for count in CHECKED_BATCHES}
     program = to_onnx(module, example(2), {0: Dim("batch")}, in_half=in_half)
-    run = load(program)
-    difference = check(((run(example(count))[0], each) for count, each in expected.items()), what, in_half)
+    run = load_program(program)
+    difference = check_program(((run(example(count))[0], each) for count, each in expected.items()), what, in_half)
     return program, f"{len(program) / 1e6:.1f} MB, difference at most {difference:.1e}, batches of 1 and 3"
 
 
@@ -155,6 +167,188 @@ def _open(folder: Path) -> None:
         print(lines({"server": f"{address}, until Ctrl-C"}), flush=True)
         webbrowser.open(address)
         server.serve_forever()
+
+
+class NetworkCall(nn.Module):
+    """The velocity of a :class:`RectifiedFlow`, or the average velocity of a :class:`FlowMap`, with averaged weights.
+
+    The prediction of the network is converted to the velocity. Augmentation labels (:class:`AugmentationLabels
+    <rectified_flow.condition.AugmentationLabels>`) are no inputs: they have the constant values of sampling. A source
+    that is a condition is two inputs, its known pixels and the map of the unknown ones. Every other condition is an
+    input under its own name.
+
+    Args:
+        flow: a flow of pixels, latents or measurements whose shape is known.
+
+    Raises:
+        UsageError: if the flow is of another kind, of other data, or takes conditions of other kinds than
+            :class:`WrittenCondition` and a source.
+    """
+
+    def __init__(self, flow: Flow) -> None:
+        super().__init__()
+        conditions = chosen(flow.conditions)
+        if not isinstance(flow, RectifiedFlow | FlowMap):
+            raise UsageError(
+                f"--checkpoint has a {type(flow).__name__}: only a rectified flow or a map can be exported"
+            )
+        flow.space.on_page()  # raises an error for data of another kind
+        if others := conditions.keys() - written(conditions).keys() - {SOURCE}:
+            raise UsageError(
+                f"--checkpoint has a network with the condition {min(others)}: only labels, numbers, captions and a "
+                "source can be exported"
+            )
+        self.flow: RectifiedFlow | FlowMap = flow.eval().requires_grad_(False)
+        self.is_map, self.shape = isinstance(flow, FlowMap), flow.space.shape or ()
+        self.kinds = written(conditions)
+        """Kinds of the inputs that are conditions, without a source."""
+        self.takes_source = SOURCE in conditions and not flow.from_source
+        """Whether the source is an input; a path that starts from it has it in ``x``."""
+        inputs = {*self.kinds, SOURCE} if self.takes_source else {*self.kinds}
+        self.constants = {name: each for name, each in flow.conditions.items() if name not in inputs}
+
+    def example(self, count: int) -> dict[str, Tensor]:
+        """Return example inputs by name for ``count`` rows.
+
+        They are ``x`` float32 ``[b, c, h, w]``, ``t`` float32 ``[b]``, for a map the earlier time ``r`` float32
+        ``[b]``, and, if the network takes them: labels int64 ``[b]``; numbers float32 ``[b]``; captions float32
+        ``[b, 1 + tokens, size]``; the pixels of a ``source`` float32 ``[b, c, h, w]``, 0 where they are unknown, and
+        ``unknown`` float32 ``[b, 1, h, w]``, 1 where they are unknown. Every third row has no condition.
+        """
+        generator = torch.Generator().manual_seed(count)
+        inputs = {"x": torch.randn(count, *self.shape, generator=generator)}
+        inputs["t"] = 0.1 + 0.9 * torch.rand(count, generator=generator)
+        if self.is_map:
+            inputs["r"] = inputs["t"] * torch.rand(count, generator=generator)
+        inputs |= {name: _example_of(kind, count) for name, kind in self.kinds.items()}
+        if self.takes_source:
+            unknown = (torch.rand(count, 1, *self.shape[1:], generator=generator) < 0.5).float()
+            pixels = 2 * torch.rand(count, *self.shape, generator=generator) - 1
+            inputs |= {SOURCE: pixels * (1 - unknown), UNKNOWN: unknown}
+        return inputs
+
+    def latents(self, count: int) -> dict[str, Tensor]:
+        """Return random inputs of the decoder for ``count`` rows, if there is one: ``x`` alone."""
+        return {"x": self.example(count)["x"]}
+
+    def forward(self, x: Tensor, t: Tensor, r: Tensor | None = None, **conditions: Tensor) -> Tensor:
+        """Return the velocity, or the average velocity over ``[r, t]``, float32 ``[b, c, h, w]``, for ``t`` above 0."""
+        # len(x) would fix the batch size of the program
+        values = {name: kind.none(x.shape[0], x.device) for name, kind in self.constants.items()} | conditions
+        if self.takes_source:
+            values[SOURCE] = torch.cat((values[SOURCE], values.pop(UNKNOWN)), dim=1)  # see condition.with_map
+        if isinstance(self.flow, FlowMap):
+            return self.flow.average_velocity(x, t, t if r is None else r, **values)
+        return self.flow.exact_velocity(x, t, **values)
+
+
+def _example_of(kind: WrittenCondition, count: int) -> Tensor:
+    """Return values of a condition as a program takes them: "none" is a number of ``LARGEST``, and not NaN."""
+    values, texts = kind.none(count, torch.device("cpu")), kind.examples
+    for row in range(count if texts else 0):
+        if row % 3 < 2:
+            values[row] = kind.parse([texts[row % len(texts)]])[0]
+    return values.nan_to_num(LARGEST)
+
+
+def describe(call: NetworkCall) -> dict[str, Any]:
+    """Return the contents of ``model.json``: the inputs and output of the program, and the settings of sampling."""
+    flow = call.flow
+    return {
+        "file": MODEL_FILE,
+        "kind": "map" if call.is_map else "rectified",
+        "inputs": {
+            name: {"type": str(value.dtype).removeprefix("torch."), "shape": ["b", *value.shape[1:]]}
+            for name, value in call.example(1).items()
+        },
+        "output": "average velocity" if call.is_map else "velocity",
+        "channels": call.shape[0],
+        "range": [-1, 1],
+        "fields": flow.space.on_page(),
+        "decoder": None
+        if flow.space.autoencoder is None
+        else {"file": DECODER_FILE, "shape": [*(flow.space.picture_shape or ())]},
+        "classes": flow.class_names,
+        "no_label": getattr(flow.conditions.get("labels"), "num_classes", None),
+        "conditions": [{"name": name} | kind.exported() for name, kind in call.kinds.items()],
+        "steps": flow.default_steps,
+        "solver": solver_name(flow, {}),
+        "guidance": flow.default_guidance,
+        "velocity_at_data": getattr(flow, "prediction", None) != "clean",
+        "source": {
+            "as": "start" if flow.from_source else "condition",
+            "noise": flow.source_noise,
+            "degradation": None if flow.degradation is None else describe_part(flow.degradation),
+            "paints": isinstance(flow.degradation, Mask),
+        }
+        if flow.takes_source
+        else None,
+    }
+
+
+class _Positional(nn.Module):
+    """A module called by position: not any name of a condition can be that of a parameter, as torch.export needs it."""
+
+    def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
+        super().__init__()
+        self.module, self.names = module, names
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.module(**dict(zip(self.names, inputs, strict=True)))
+
+
+def to_onnx(module: nn.Module, inputs: dict[str, Tensor], sizes: dict[int, Dim], *, in_half: bool) -> bytes:
+    """Return a module as ONNX.
+
+    Args:
+        module: called with ``inputs`` by name.
+        inputs: examples.
+        sizes: the axes of every input whose sizes are dynamic.
+        in_half: store matrices and convolutions in float16. Vectors stay in float32, and so does the computation.
+    """
+    import onnxruntime  # noqa: F401  named here if it is missing, before the work
+    import onnxscript  # noqa: F401
+    from onnx import TensorProto, helper, numpy_helper
+
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    positional, shapes = _Positional(module, [*inputs]), {"inputs": (sizes,) * len(inputs)}
+    program = torch.export.export(positional, tuple(inputs.values()), dynamic_shapes=shapes)
+    exported: Any = torch.onnx.export(program, dynamo=True, verbose=False, input_names=list(inputs))
+    model = exported.model_proto
+    graph = model.graph
+    for part in (model, graph, *graph.node, *graph.value_info, *graph.initializer, *graph.input, *graph.output):
+        part.ClearField("metadata_props")  # stack traces, several times as large as a small network
+    for weight in graph.initializer if in_half else ():
+        if weight.data_type == TensorProto.FLOAT and len(weight.dims) > 1:
+            name, values = weight.name, numpy_helper.to_array(weight).astype(np.float16)
+            weight.CopyFrom(numpy_helper.from_array(values, f"{name}_half"))
+            graph.node.insert(0, helper.make_node("Cast", [weight.name], [name], to=TensorProto.FLOAT))
+    return bytes(model.SerializeToString())
+
+
+def load_program(content: bytes) -> Program:
+    """Return a function that runs a program in ONNX."""
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+    return lambda inputs: [
+        torch.from_numpy(each) for each in session.run(None, {name: x.numpy() for name, x in inputs.items()})
+    ]
+
+
+def check_program(pairs: Iterable[tuple[Tensor, Tensor]], what: str, in_half: bool) -> float:
+    """Return the largest difference between outputs of a program and of a module, relative to the module's largest.
+
+    Raises:
+        RunError: if the difference is above the tolerance or not a number.
+    """
+    tolerance = HALF_TOLERANCE if in_half else TOLERANCE
+    differences = [(found - each).abs().max() / each.abs().max().clamp(min=1e-6) for found, each in pairs]
+    greatest = float(torch.stack(differences).max())
+    if not greatest <= tolerance:
+        remedy = "leave out --half" if in_half else "please report this"
+        raise RunError(f"the program differs from the {what} by {greatest:.2g}, more than {tolerance:g}: {remedy}")
+    return greatest
 
 
 def _check_page(call: NetworkCall) -> None:

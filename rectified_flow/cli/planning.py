@@ -27,7 +27,7 @@ from rectified_flow.data.sources.folder import PictureFolder
 from rectified_flow.data.sources.huggingface import HuggingFaceSource
 from rectified_flow.distributed import on_main
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import command_line, name_of, plain, refuse, replaced, values_of
+from rectified_flow.flags import command_line, name_of, plain, replaced, values_of
 from rectified_flow.flows.flow import Flow
 from rectified_flow.load import autocast
 from rectified_flow.networks.unet import to_device
@@ -36,9 +36,9 @@ from rectified_flow.runs.config import DEFAULT_TRAIN_NUM_STEPS
 from rectified_flow.spaces.space import Space
 from rectified_flow.system.machine import free_memory, memory
 from rectified_flow.system.terminal import duration, line, lines
-from rectified_flow.training.accelerator import build_accelerator, choose_precision
 from rectified_flow.training.optimizers import find_optimizer
 from rectified_flow.training.speed import Speed, measure_speed, summarize
+from rectified_flow.training.trainer import build_accelerator, choose_precision
 
 DEFAULT_BUDGET = "1h"
 """Budget of runs on a folder of pictures and of runs with a teacher, unless a flag gives the length."""
@@ -52,22 +52,6 @@ SIZE_FLAGS = {
 """Flags that disable the choice of the size of the pictures."""
 ALTERNATIVES = (LENGTH_FLAGS, BATCH_FLAGS, {*NETWORK_FLAGS}, {"optimizer", "learning_rate"})
 """Groups of alternative flags. If the user sets one flag of a group, the recipe sets none of that group."""
-
-
-def check_length(config: TrainConfig) -> None:
-    """Check that at most one flag gives the length of the run.
-
-    Raises:
-        UsageError: if ``--budget`` or ``--one_step`` is given together with a flag for the length or with ``--config``,
-            ``--budget`` with ``--resume PATH``, or ``--one_step`` with a budget that continues a run.
-    """
-    program = config.program
-    for other in sorted(config.given & {*LENGTH_FLAGS, "config"}):
-        refuse({"budget": program.budget, "one_step": program.one_step}, f"and --{other} exclude each other: pass one")
-    refuse({"one_step": program.one_step and program.extends}, f"and --budget {program.budget} exclude each other")
-    if config.run.origin is not None:
-        budget = {"budget": config.program.budget}
-        refuse(budget, "excludes --resume PATH, which keeps the length of that run: pass --init_from PATH instead")
 
 
 def with_recipe(config: TrainConfig, source: ImageSource) -> TrainConfig:

@@ -195,7 +195,7 @@ def sample() -> None:
     The model is built from the description in its checkpoint. Start it with torchrun or accelerate launch to sample on
     several devices.
     """
-    run(f"{CLI}.sample:sample", f"{CLI}.flags.sampling:SampleConfig", sample.__doc__)
+    run(f"{CLI}.sample:sample", f"{CLI}.config:SampleConfig", sample.__doc__)
 
 
 def evaluate() -> None:
@@ -204,7 +204,7 @@ def evaluate() -> None:
     Distances are printed and written to the run's evaluation.json. Start it with torchrun or accelerate launch to share
     the work between several devices.
     """
-    run(f"{CLI}.evaluate:evaluate", f"{CLI}.flags.sampling:EvaluateConfig", evaluate.__doc__)
+    run(f"{CLI}.evaluate:evaluate", f"{CLI}.config:EvaluateConfig", evaluate.__doc__)
 
 
 def export() -> None:
@@ -213,7 +213,7 @@ def export() -> None:
     The program is one network call. A model.json beside it describes its inputs and outputs. The program is compared
     with the flow before it is written. It needs the packages of the extra export: pip install '.[export]'.
     """
-    run(f"{CLI}.export:export", f"{CLI}.flags.sampling:ExportConfig", export.__doc__)
+    run(f"{CLI}.export:export", f"{CLI}.config:ExportConfig", export.__doc__)
 
 
 def watch() -> None:
@@ -221,7 +221,23 @@ def watch() -> None:
 
     The runs are trained with --log_with tensorboard. The page has curves, samples and settings.
     """
-    run(f"{CLI}.watch:watch", f"{CLI}.flags.sampling:WatchConfig", watch.__doc__)
+    run(f"{__name__}:serve_tensorboard", f"{CLI}.config:WatchConfig", watch.__doc__)
+
+
+def serve_tensorboard(config: Any) -> None:
+    """Start TensorBoard on the folder of the runs, and serve until Ctrl-C.
+
+    Raises:
+        UsageError: if no run in the folder logs to TensorBoard.
+    """
+    from tensorboard import program
+
+    folder = config.watched.runs
+    if not any(folder.rglob("events.out.tfevents*")):
+        raise UsageError(f"no run in {folder} logs to TensorBoard: train with --log_with tensorboard")
+    board = program.TensorBoard()
+    board.configure(argv=["tensorboard", "--logdir", str(folder), "--port", str(config.watched.port)])
+    board.main()
 
 
 COMMAND = "rectified-flow"

@@ -13,8 +13,8 @@ from rectified_flow.cli.config import NetworkConfig, TrainConfig
 from rectified_flow.cli.distill import DistillationData, recipe_of
 from rectified_flow.data.config import RunData
 from rectified_flow.distributed import on_main
-from rectified_flow.errors import DamageError, UsageError
-from rectified_flow.flags import Rule, based_on, checked, command_line, flags_in, plain, replaced, rules_of, values_of
+from rectified_flow.errors import UsageError
+from rectified_flow.flags import based_on, command_line, config_from, flags_in, plain, replaced, rules_of, values_of
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.folder import prepare_folders, read_config
 
@@ -23,11 +23,7 @@ C = TypeVar("C", bound=TrainConfig)
 
 def config_in(document: Mapping[str, Any], source: object, kind: type[C]) -> C:
     """Return the config that the ``config.json`` of a run records; flags that it lacks have their defaults."""
-    flags = checked(kind, flags_in(document), source)
-    try:
-        return _with_data_seed(replaced(kind(), flags))
-    except UsageError as error:
-        raise DamageError(f"{source} is damaged: {error}") from error
+    return _with_data_seed(config_from(kind, flags_in(document), source))
 
 
 def _with_data_seed(config: C) -> C:
@@ -147,16 +143,15 @@ def _with_teacher(config: C, distilled: DistillationData) -> C:
     is_condition = teacher.source.is_given and not teacher.source.as_start
     if distilled.guidance_scale != 1 and not (teacher.network.use_cfg or teacher.columns.condition_on or is_condition):
         raise UsageError(f"--guidance_scale needs conditions, and {source} has none")
-    rules: dict[str, Rule] = {**rules_of(RunData), **rules_of(NetworkConfig), "prediction": Rule()}
-    mine, theirs = plain(config), plain(teacher)
-    for name in sorted(config.given & rules.keys()):
+    rules, mine, theirs = rules_of(type(config)), plain(config), plain(teacher)
+    shared = config.given & {*rules_of(RunData), *rules_of(NetworkConfig), "prediction"}
+    for name in sorted(shared):
         if not rules[name].local and mine[name] != theirs[name]:
             inherited = " ".join(command_line({name: theirs[name]}))
             raise UsageError(
                 f"--{name} has no effect with --teacher: the run inherits {inherited} of {source}; leave it out"
             )
-    values = values_of(config)
-    local = {name: values[name] for name in config.given & rules.keys() if rules[name].local}
+    local = {name: value for name, value in values_of(config).items() if name in shared and rules[name].local}
     return replaced(
         replace(
             config,

@@ -14,7 +14,7 @@ from torchvision.transforms.functional import pil_to_tensor
 from tqdm.auto import tqdm
 
 from rectified_flow.cli.build import open_trained
-from rectified_flow.cli.flags.sampling import MeasureConfig, PicturesConfig, SampleConfig
+from rectified_flow.cli.config import MeasureConfig, PicturesConfig, SampleConfig
 from rectified_flow.cli.sample_request import GRID_PICTURES, PREVIEW, SampleRequest, read_request
 from rectified_flow.condition import read_written
 from rectified_flow.distributed import check_shared, on_main

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
 
-from rectified_flow.cli.flags.sampling import PicturesConfig
+from rectified_flow.cli.config import PicturesConfig
 from rectified_flow.condition import Labels, WrittenCondition, example_texts, read_written, written
 from rectified_flow.data.sources.folder import find_files
 from rectified_flow.errors import UsageError, first_line

@@ -1,36 +1,32 @@
 """The training program: open the data, plan the run, build the flow, train."""
 
 from dataclasses import replace
+from math import ceil, gcd
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import set_seed
 
 from rectified_flow.cli import planning
 from rectified_flow.cli.build import build_flow, choose_flow, choose_network, join
-from rectified_flow.cli.checks import check_sides
-from rectified_flow.cli.config import OneStepConfig, TrainConfig, check_folders
-from rectified_flow.cli.data import (
-    build_space,
-    check_source,
-    find_data,
-    open_data,
-    with_space,
-)
+from rectified_flow.cli.config import UNET, EvaluationConfig, OneStepConfig, TrainConfig, check_folders
+from rectified_flow.cli.data import build_space, check_source, find_data, open_data, split_of, with_space
 from rectified_flow.cli.distill import DistillationData, open_distilled
-from rectified_flow.cli.evaluations import build_evaluation_hook, build_heldout_hook, hold_out_pictures
+from rectified_flow.cli.plan import MIN_TO_HOLD_OUT, proposed_share
 from rectified_flow.cli.record import check_one_step, resolved
 from rectified_flow.condition import Labels
 from rectified_flow.data.config import RunData
 from rectified_flow.data.sources import ImageSource
-from rectified_flow.data.store import ImageDataset
+from rectified_flow.data.store import ImageDataset, StoreDataset
 from rectified_flow.distributed import check_equal, on_main
 from rectified_flow.errors import UsageError
+from rectified_flow.evaluation.evaluator import Evaluator
 from rectified_flow.evaluation.features import RenderedItems
-from rectified_flow.evaluation.heldout import Split
-from rectified_flow.evaluation.report import look, summarize_pictures
+from rectified_flow.evaluation.heldout import PATIENCE, HeldOutPictures, Split
+from rectified_flow.evaluation.report import look, name_some, summarize_pictures
 from rectified_flow.flags import check_rules, name_of, recorded, refuse, replaced, rules_of, values_of
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.flow_map import FlowMap, takes_interval
@@ -40,8 +36,14 @@ from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.folder import describe_run, write_config
 from rectified_flow.runs.resume import check_start
 from rectified_flow.spaces.space import Space
-from rectified_flow.system.terminal import line, lines
+from rectified_flow.system.terminal import line, lines, size_text
+from rectified_flow.training.evaluations import EvaluationHook, HeldOutHook
 from rectified_flow.training.trainer import Callback, Trainer
+
+MEASUREMENTS = 10
+"""Least number of measurements of the held-out loss in a run by default, before the limit of MEASURED_SHARE."""
+MEASURED_SHARE = 0.05
+"""Largest share of a run's computations for the held-out loss, unless a flag asks for its measurement."""
 
 
 def train(config: TrainConfig) -> bool:
@@ -147,7 +149,6 @@ def check_flags(config: TrainConfig) -> None:
         UsageError: if a flag has no effect beside another, or names nothing that is registered.
     """
     check_rules(config, config.given)
-    planning.check_length(config)
     method, has_teacher = config.method, config.teacher.teacher is not None
     if (method in ("distill", "reflow")) != has_teacher:
         needed = "has no effect with --teacher" if has_teacher else "needs --teacher: pass the run of a rectified flow"
@@ -208,14 +209,16 @@ def _callbacks(
     config: TrainConfig, flow: Flow, data: Any, split: Split | None, training: Any, held_out: Any
 ) -> list[Callback]:
     """Return the callbacks that evaluate the network during training."""
-    callbacks, pictures = list[Callback](), [data]
+    flags, callbacks, real, unseen = config.evaluation, list[Callback](), data, None
     if split is not None:
-        callbacks.append(build_heldout_hook(config.run, config.evaluation, training, held_out))
-        pictures = [*split.divide(data)]
+        callbacks.append(build_heldout_hook(config.run, flags, training, held_out))
+        real, unseen = split.divide(data)
     elif not isinstance(data, ImageDataset):
-        pictures = [RenderedItems(data, flow.space, name_of(config.data.dataset))]
-    if config.evaluation.evaluate_every:
-        callbacks.append(build_evaluation_hook(config.evaluation, *pictures, seed=config.run.seed))
+        real = RenderedItems(data, flow.space, name_of(config.data.dataset))
+    if flags.evaluate_every:
+        count, seed = flags.evaluation_samples, config.run.seed
+        evaluator = Evaluator(real, flags.feature_network, num_samples=count, seed=seed, held_out=unseen)
+        callbacks.append(EvaluationHook(evaluator, flags.evaluate_every, keeps_best=not flags.stop_when_memorising))
     return callbacks
 
 
@@ -251,3 +254,75 @@ def start_from(origin: Path | None, run: TrainingConfig, flow: Flow) -> None:
     modules = sorted({name.rpartition(".")[0] for name in fresh})
     rest = f"; not initialised: {', '.join(modules[:8])}" + ", ..." * (len(modules) > 8) if modules else ""
     state.print(line("start from", f"{source}: {fits:,} of {total:,} weights{rest}"))
+
+
+def check_sides(config: TrainConfig, space: Space) -> None:
+    """Raise a UsageError if the levels of the Unet cannot halve the sides of the pictures, or of their latents."""
+    size, levels = config.data.image_size, len(config.network.dim_mults)
+    shape = space.shape or config.data.framing.shape
+    if len(shape) < 3:  # items that are not pictures, for a registered network
+        return
+    height, width = shape[-2:]
+    divisor, common = 2 ** (levels - 1), gcd(height, width)
+    if name_of(config.network.network) == UNET and common % divisor > 0:
+        kind = "pictures" if space.autoencoder is None else "latents"
+        problem = f"--image_size {size} gives {kind} of {size_text(width, height)}, not divisible by {divisor}"
+        multiple = divisor * (size // common)
+        remedy = f"pass {max(1, round(size / multiple)) * multiple}"
+        raise UsageError(f"{problem}, as the {levels} levels of --dim_mults require: {remedy}")
+
+
+def hold_out_pictures(pictures: ImageDataset, config: TrainConfig) -> Split | None:
+    """Return the split by ``--holdout``, or None if nothing is held out. Collective.
+
+    Args:
+        pictures: all pictures.
+        config: the flags of the run.
+
+    Raises:
+        UsageError: if a split that a flag requests leaves too few pictures in one of its parts, or
+            ``--stop_when_memorising`` has no held-out pictures.
+    """
+    state, share, split = PartialState(), config.data.holdout, split_of(pictures, config.data)
+    asked = "holdout" in config.given or config.evaluation.stop_when_memorising
+    if split is None:
+        if config.evaluation.stop_when_memorising:
+            remedy = f"pass --holdout {proposed_share(len(pictures)):g}"
+            raise UsageError(f"--stop_when_memorising needs pictures to measure on: {remedy}")
+        if len(pictures) < MIN_TO_HOLD_OUT and not asked:
+            text = f"none of {len(pictures)} pictures, as too few would be left: the run cannot warn when it memorises"
+            state.print(line("held out", text))
+        return None
+    if split.problem is not None:
+        if asked:
+            raise UsageError(f"--holdout {share:g} leaves {split.problem}: change it, or pass --holdout 0")
+        state.print(line("held out", f"nothing, as --holdout {share:g} leaves {split.problem}"))
+        return None
+    state.print(line("held out", split))
+    lost = np.setdiff1d(pictures.labels, [-1, *pictures.labels[split.training]])  # -1 is no class
+    if config.network.use_cfg and len(lost) > 0:
+        named = name_some([pictures.class_names[label] for label in lost])
+        state.print(f"warning: no training pictures in {len(lost)} of the classes: {named}")
+    return split
+
+
+def build_heldout_hook(
+    run: TrainingConfig, config: EvaluationConfig, training: StoreDataset, held_out: StoreDataset
+) -> HeldOutHook:
+    """Return the callback that measures the loss on held-out pictures, and on as many training pictures.
+
+    Raises:
+        UsageError: if ``--stop_when_memorising`` would have too few measurements.
+    """
+    batch = run.split_batch(PartialState().num_processes)
+    total = run.total_steps(batch, len(training))
+    often = max(1, total // MEASUREMENTS)
+    every = config.evaluate_every or min(run.save_every or often, often)
+    pictures = HeldOutPictures(training, held_out, run.seed)
+    if not config.evaluate_every and not config.stop_when_memorising:
+        # In a step, the backward pass costs twice as much as the forward pass.
+        every = max(every, ceil(pictures.passes / (3 * batch.total * MEASURED_SHARE)))
+    if config.stop_when_memorising and config.evaluate_every != 0 and ceil(total / every) <= PATIENCE:
+        made = f"--evaluate_every {every} makes {ceil(total / every)} in {total} steps"
+        raise UsageError(f"--stop_when_memorising needs {PATIENCE + 1} measurements, but {made}: lower it")
+    return HeldOutHook(pictures, every, stops=config.stop_when_memorising)

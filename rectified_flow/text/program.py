@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
-from rectified_flow.cli.network_call import check, load, to_onnx
+from rectified_flow.cli.export import check_program, load_program, to_onnx
 from rectified_flow.errors import UsageError
 from rectified_flow.text.caption import Caption
 from rectified_flow.text.encoders import TEXT_FILE, TOKENIZER_FILE, PretrainedTextEncoder
@@ -58,14 +58,14 @@ class EncoderProgram:
         sizes = {0: Dim("batch"), 1: Dim("tokens", max=encoder.most_tokens)}
         inputs = encoder.tokenize([*self.texts, ""])  # a single row would fix the batch size
         content = to_onnx(TextCall(encoder), inputs, sizes, in_half=in_half)
-        run, pairs = load(content), []
+        run, pairs = load_program(content), []
         for given in (inputs, encoder.tokenize(self.texts[:1])):
             known = given["attention_mask"].bool()[..., None]
             for found, expected in zip(run(given), encoder.vectors(**given), strict=True):
                 rows = known if found.ndim == known.ndim else known.any(dim=1)  # padding is not used
                 pairs.append((found.masked_fill(~rows, 0), expected.masked_fill(~rows, 0)))
         files = {TEXT_FILE: content, TOKENIZER_FILE: _tokenizer_file(encoder)}
-        return files, check(pairs, "text encoder", in_half)
+        return files, check_program(pairs, "text encoder", in_half)
 
 
 class TextCall(nn.Module):

@@ -1,13 +1,17 @@
 """The training loop: steps, and at intervals a line of metrics, a grid of samples, a checkpoint."""
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, get_args
 
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, is_initialized
+from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -17,6 +21,7 @@ from rectified_flow.distributed import (
     any_rank,
     check_equal_weights,
     gather_scalars,
+    join_processes,
     on_main,
     set_collective_timeout,
 )
@@ -24,12 +29,11 @@ from rectified_flow.errors import UsageError
 from rectified_flow.flows.flow import Flow
 from rectified_flow.networks.unet import to_device
 from rectified_flow.runs import checkpoint
-from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.runs.config import MixedPrecision, TrainingConfig
 from rectified_flow.runs.folder import data_description
 from rectified_flow.runs.run import Run
 from rectified_flow.system.signals import defer_signals, stop_requested
 from rectified_flow.system.terminal import line, progress_bar
-from rectified_flow.training.accelerator import build_accelerator
 from rectified_flow.training.loader import checked, explain_loader_errors, load, paired
 from rectified_flow.training.optimizers import (
     BuildOptimizer,
@@ -345,3 +349,42 @@ class Trainer:
         on_main(self.accelerator, self.run.finish)
         for callback in self.callbacks:
             callback.on_end(self)
+
+
+def choose_precision(config: TrainingConfig, device: torch.device) -> str:
+    """Choose the precision of a run: that of the flag, else of Accelerate or its launcher, else the fastest safe one.
+
+    The fastest is bf16 on a GPU with native support, and float32 (``no``) otherwise.
+
+    Raises:
+        UsageError: if fp16 is requested on a CPU, where Accelerate would silently use float32, or the precision of
+            Accelerate is another, such as fp8.
+    """
+    inherited = AcceleratorState().mixed_precision if is_initialized() else os.environ.get("ACCELERATE_MIXED_PRECISION")
+    made_for_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    fastest = "bf16" if made_for_bf16 else "no"
+    precision = config.mixed_precision or (inherited or fastest).lower()
+    if precision not in get_args(MixedPrecision):
+        raise UsageError(f"Accelerate's precision {precision:.20} is not supported: pass --mixed_precision bf16 or no")
+    if device.type == "cpu" and precision == "fp16":
+        raise UsageError("--mixed_precision fp16 needs a GPU: on a CPU pass bf16 or no")
+    return precision
+
+
+def build_accelerator(config: TrainingConfig) -> Accelerator:
+    """Build the Accelerator of a run.
+
+    Raises:
+        UsageError: if the precision is unavailable, or the processes cannot join.
+    """
+    state = join_processes()
+    return Accelerator(
+        mixed_precision=choose_precision(config, state.device),
+        log_with=None if config.log_with == "none" else config.log_with,
+        project_dir=config.output_dir,
+        # The trainer counts micro-batches. The plugin divides the loss and ignores the end of the loader.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(
+            num_steps=config.split_batch(state.num_processes).accumulation, sync_with_dataloader=False
+        ),
+        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
+    )

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from rectified_flow.cli.config import OneStepConfig, TrainConfig
-from rectified_flow.cli.flags.sampling import EvaluateConfig, ExportConfig, SampleConfig
+from rectified_flow.cli.config import EvaluateConfig, ExportConfig, OneStepConfig, SampleConfig, TrainConfig
 from rectified_flow.cli.programs import PROGRAMS
 from rectified_flow.cli.train import check_flags
 from rectified_flow.errors import UsageError
@@ -125,13 +124,13 @@ def test_arguments_follow_the_name_of_a_part_or_are_those_of_the_default(words: 
     ("content", "sentence"),
     [
         ('{"seed": 1, "sede": 2}', "sets flags that this program does not have: sede"),
-        ('{"data": {}, "flow": {}, "training": {"rank_timeout": 1}}', "belongs to a run of the Python API"),
         ("seed: 1", "config.json cannot be read (Invalid JSON: "),
         ("[1]", "config.json is damaged: it is [1], but input should be "),
         (None, "config.json is missing"),
         ('{"dim": "8"}', 'config.json is damaged: dim is "8", but input should be a valid integer'),
         ('{"dim_mults": [1, 2, "--import", "os"]}', 'dim_mults.2 is "--import", but input should be a valid integer'),
-        ('{"seed": -1}', "--seed is -1; it must be at least 0"),
+        ('{"seed": -1}', "config.json is damaged: seed is -1, but input should be greater than or equal to 0"),
+        ('{"lr_decay": "rsqrt", "lr_warmup_steps": 0}', "config.json is damaged: --lr_decay rsqrt needs"),
     ],
 )
 def test_a_file_that_is_no_config_is_refused(tmp_path: Path, content: str | None, sentence: str) -> None:
@@ -141,7 +140,7 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path, content: str | None
     with pytest.raises(UsageError) as refusal:
         parse_rectified(f"--config {file}")
     assert sentence in str(refusal.value).replace("[Errno 2] ", "")
-    assert str(file) in str(refusal.value) or "--seed" in sentence
+    assert str(file) in str(refusal.value)
     assert "\n" not in str(refusal.value)
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from PIL import Image
 
+from rectified_flow.cli.config import MeasureConfig
 from rectified_flow.cli.evaluate import _write_down, real_data
-from rectified_flow.cli.flags.sampling import MeasureConfig
 from rectified_flow.distributed import join_processes
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.evaluator import Evaluator

@@ -16,9 +16,7 @@ import torch
 from torch import Tensor
 
 from rectified_flow.cli import export as exporting
-from rectified_flow.cli import network_call
-from rectified_flow.cli.export import newest_samples, page_sources
-from rectified_flow.cli.network_call import MODEL_FILE
+from rectified_flow.cli.export import MODEL_FILE, newest_samples, page_sources
 from rectified_flow.condition import LARGEST, AugmentationLabels, Labels, Number, Picture, with_map
 from rectified_flow.errors import RunError, UsageError
 from rectified_flow.flows.flow import Flow
@@ -58,7 +56,7 @@ def written(flow: Flow, folder: Path, *flags: str) -> tuple[Callable[..., Tensor
     content = (folder / "exported" / MODEL_FILE).read_bytes()
     for path in (ROOT, sys.prefix):
         assert str(path).encode() not in content, "a path of this machine"
-    loaded = network_call.load(content)
+    loaded = exporting.load_program(content)
     return lambda **inputs: loaded(inputs)[0], json.loads((folder / "exported/model.json").read_text())
 
 
@@ -67,7 +65,7 @@ def test_latents_have_a_decoder_beside_the_network(tmp_path: Path) -> None:
     network = Unet(8, (1,), 12, image_size=4, attention_sides=(), blocks_per_level=1)
     _, description = written(RectifiedFlow(network, space=space), tmp_path, "--format", "page")
     assert description["decoder"] == {"file": "decoder.onnx", "shape": [3, 8, 8]}
-    decode = network_call.load((tmp_path / "exported/decoder.onnx").read_bytes())
+    decode = exporting.load_program((tmp_path / "exported/decoder.onnx").read_bytes())
     x = torch.randn(3, 12, 4, 4)
     [pictures] = decode({"x": x})
     assert torch.allclose(pictures.add(1).div(2).clamp(0, 1), space.decode(x), atol=1e-5)
@@ -230,7 +228,7 @@ def test_a_text_encoder_is_exported_beside_the_model(
     described: dict[str, Any] = said["conditions"][0]  # type: ignore[index]
     assert described["encoder"] == {"kind": "program", **files, "most_tokens": 12, "pools": False}
     texts = ["Two red flowers, and a cat", "cat"]
-    encode = network_call.load((tmp_path / "exported/text_encoder.onnx").read_bytes())
+    encode = exporting.load_program((tmp_path / "exported/text_encoder.onnx").read_bytes())
     vectors, hidden = encode(encoder.tokenize(texts))
     expected = encoder.encode(texts, hidden.shape[1])
     largest = 2e-2 if half else 1e-5
@@ -260,7 +258,7 @@ def test_a_program_that_differs_is_not_written(
 ) -> None:
     write(RectifiedFlow(small(), space=Pixels((3, 8, 8))), tmp_path)
     monkeypatch.setattr(exporting, "to_onnx", lambda *_arguments, **_flags: b"")
-    monkeypatch.setattr(exporting, "load", lambda _content: lambda inputs: [returned * inputs["x"]])
+    monkeypatch.setattr(exporting, "load_program", lambda _content: lambda inputs: [returned * inputs["x"]])
     with pytest.raises(RunError, match=r"the program differs from the flow by .* more than 0.0001"):
         call("export.py", "--checkpoint", tmp_path)
     assert [path.name for path in (tmp_path / "exported").iterdir()] == [RECORD]

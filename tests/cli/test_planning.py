@@ -9,10 +9,10 @@ from accelerate import PartialState
 from rectified_flow.cli import planning
 from rectified_flow.cli.config import OneStepConfig, TrainConfig, TrainProgramConfig, seconds_of
 from rectified_flow.cli.data import build_space
-from rectified_flow.cli.planning import budget_of, check_length, facts_of, with_recipe
+from rectified_flow.cli.planning import budget_of, facts_of, with_recipe
 from rectified_flow.data.config import DataConfig
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import name_of, parse, recorded
+from rectified_flow.flags import check_rules, name_of, parse, recorded
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.spaces.pixels import Pixels
@@ -33,7 +33,6 @@ def chosen(
     """Return all flags of a run on ``count`` pictures."""
     data = f"--dataset_path {folder} " if folder else "--dataset synthetic-flowers "
     config = parse(kind, "Train.", (data + words).split())
-    check_length(config)
     return recorded(planned(config, count, lambda config: rate / config.network.dim**2))
 
 
@@ -82,7 +81,7 @@ def test_a_config_built_in_python_is_trained_as_it_is() -> None:
 
     def trained(program: TrainProgramConfig) -> TrainConfig:
         config = TrainConfig(data, run=run, program=program)
-        check_length(config)
+        check_rules(config, config.given)
         return planned(config, 2000, lambda config: 1e3)
 
     assert trained(TrainProgramConfig()).run == run

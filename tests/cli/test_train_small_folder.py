@@ -14,8 +14,8 @@ from PIL import Image
 
 from rectified_flow.cli.config import TrainConfig
 from rectified_flow.cli.data import open_pictures
-from rectified_flow.cli.evaluations import build_heldout_hook
 from rectified_flow.cli.record import config_in
+from rectified_flow.cli.train import build_heldout_hook
 from rectified_flow.cli.train import train as run_training
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import parse

@@ -340,7 +340,7 @@ def train(kind: Kind, data: Path, output_dir: Path) -> None:
 
 def sample(kind: Kind, flags: list[str]) -> None:
     """Sample on this rank."""
-    from rectified_flow.cli.flags.sampling import SampleConfig
+    from rectified_flow.cli.config import SampleConfig
     from rectified_flow.cli.sample import sample
     from rectified_flow.flags import parse
 

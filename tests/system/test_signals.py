@@ -125,7 +125,7 @@ def test_an_import_is_not_interrupted_but_ended(number: signal.Signals, capfd: p
 
 def start_program(folder: Path, flags: list[str]) -> None:
     sys.argv, sys.path = ["program.py", *flags], [str(folder), *sys.path]
-    launch.run("interrupted_module:main", "rectified_flow.cli.flags.sampling:SampleConfig", "")
+    launch.run("interrupted_module:main", "rectified_flow.cli.config:SampleConfig", "")
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])

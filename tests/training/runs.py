@@ -8,17 +8,17 @@ from typing import Any, Literal
 
 from accelerate.utils import set_seed
 
-from rectified_flow.cli.config import EvaluationConfig
-from rectified_flow.cli.evaluations import build_evaluation_hook
 from rectified_flow.data.build import open_store
 from rectified_flow.data.sources.synthetic_flowers import SyntheticFlowers
 from rectified_flow.data.store import ImageDataset
+from rectified_flow.evaluation.evaluator import Evaluator
 from rectified_flow.flows import Coupling, ObjectiveName
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.networks.unet import Unet
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.spaces.pixels import Pixels
+from rectified_flow.training.evaluations import EvaluationHook
 from rectified_flow.training.trainer import Trainer
 
 IMAGE_SIZE = 8
@@ -83,12 +83,10 @@ def tiny_config(output_dir: Path, **flags: Any) -> TrainingConfig:
 def build_trainer(config: TrainingConfig, dataset: ImageDataset, tiny: Tiny = RECTIFIED, **parts: Any) -> Trainer:
     """A trainer; ``parts`` are further arguments of its constructor."""
     set_seed(config.seed)
-    evaluation = EvaluationConfig(
-        evaluate_every=tiny.evaluate_every, evaluation_samples=20, feature_network="efficientnet_lite0"
-    )
     callbacks = parts.pop("callbacks", [])
     if tiny.evaluate_every:
-        callbacks = [build_evaluation_hook(evaluation, dataset, seed=config.seed), *callbacks]
+        evaluator = Evaluator(dataset, "efficientnet_lite0", num_samples=20, seed=config.seed)
+        callbacks = [EvaluationHook(evaluator, tiny.evaluate_every), *callbacks]
     return Trainer(tiny.build(dataset), dataset, config, callbacks=callbacks, **parts)
 
 

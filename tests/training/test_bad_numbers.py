@@ -18,8 +18,7 @@ from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.networks.unet import Unet
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.training import stepper
-from rectified_flow.training.accelerator import build_accelerator
-from rectified_flow.training.trainer import Callback, Trainer
+from rectified_flow.training.trainer import Callback, Trainer, build_accelerator
 from tests.ranks import run_on_ranks
 from tests.training.runs import assert_same_bytes, build_trainer, metrics, tiny_config
 

@@ -21,9 +21,8 @@ from rectified_flow.networks.unet import Unet
 from rectified_flow.runs.checkpoint import list_checkpoints
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.system.pictures import to_grid
-from rectified_flow.training import accelerator as module
-from rectified_flow.training.accelerator import choose_precision
-from rectified_flow.training.trainer import Trainer
+from rectified_flow.training import trainer as module
+from rectified_flow.training.trainer import Trainer, choose_precision
 from tests.ranks import run_on_ranks
 from tests.training.runs import Tiny, build_trainer, losses, metrics, tiny_config, train
 
