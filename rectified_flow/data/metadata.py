@@ -146,41 +146,29 @@ def _read(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a metadata file."""
     text, rows = _text_of(path), list[dict[str, Any]]()
     try:
-        for pairs in _csv_rows(text) if path.suffix == ".csv" else _json_rows(text):
-            names = [name for name, _value in pairs]
-            if len({*names}) < len(names):
-                twice = next(name for name in names if names.count(name) > 1)
-                raise ValueError(f"two columns have the name {twice}; rename one")
-            rows.append(dict(pairs))
+        for row in _csv_rows(text) if path.suffix == ".csv" else map(json.loads, filter(str.strip, text.split("\n"))):
+            if not isinstance(row, dict):
+                raise ValueError("it is not a JSON object")
+            rows.append(row)
     except (ValueError, RecursionError, csv.Error) as error:
         found = f"{path} cannot be read (row {len(rows) + 1}: {first_line(error)})"
         raise UsageError(f"{found}: mend it, or leave out --condition_on") from error
     return rows
 
 
-def _csv_rows(text: str) -> Iterator[list[tuple[str, Any]]]:
-    """Yield the names and values of each row; the separator is the one that surrounds ``file_name`` in the header."""
+def _csv_rows(text: str) -> Iterator[dict[str, Any]]:
+    """Yield the rows; the separator is the one that surrounds ``file_name`` in the header."""
     csv.field_size_limit(2**31 - 1)
     header = text.partition("\n")[0]
     found = [each for each in SEPARATORS if FILE_NAME in (name.strip(' "') for name in header.split(each))]
     if not found:
         raise ValueError(f"the first line has no column {FILE_NAME} between commas, semicolons or tabs")
-    reader = csv.reader(io.StringIO(text), delimiter=found[0], skipinitialspace=True, strict=True)
-    names = [name.strip() for name in next(reader)]
-    for row in filter(None, reader):
-        if any(row[len(names) :]):
+    how: dict[str, Any] = {"delimiter": found[0], "restval": "", "skipinitialspace": True, "strict": True}
+    for row in csv.DictReader(io.StringIO(text), **how):
+        if any(row.pop(None, ())):  # type: ignore[call-overload]  # the key of further values
             raise ValueError("it has more values than the header; put texts with commas in quotes")
-        values = row if found[0] == "," else [with_point(value.strip()) for value in row]
-        yield [(name, value) for name, value in zip(names, values, strict=False) if name]
-
-
-def _json_rows(text: str) -> Iterator[tuple[tuple[str, Any], ...]]:
-    """Yield the names and values of each row of a file with a JSON object in each line."""
-    for line in filter(str.strip, text.split("\n")):
-        row = json.loads(line, object_pairs_hook=tuple)
-        if not isinstance(row, tuple):
-            raise ValueError("it is not a JSON object")
-        yield row
+        named = {name.strip(): value for name, value in row.items() if name.strip()}
+        yield named if found[0] == "," else {name: with_point(value.strip()) for name, value in named.items()}
 
 
 @dataclass(frozen=True)

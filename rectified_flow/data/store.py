@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Self, cast
+from typing import Annotated, Any, NamedTuple, Self, cast
 
 import numpy as np
 import torch
@@ -31,7 +31,6 @@ from rectified_flow.spaces.space import RGB, Space
 from rectified_flow.system.files import read_document, reading
 from rectified_flow.system.terminal import size_text
 
-IMAGES_FILE = "images.uint8"
 LABELS_FILE, INFO_FILE, RECIPE_FILE, ORIGINALS_FILE = "labels.npy", "info.json", "recipe.json", "originals.json"
 Positive = Annotated[int, Field(gt=0, lt=2**53)]
 
@@ -92,7 +91,7 @@ class StoreInfo:
     """Broken images that were left out."""
     latents: LatentInfo | None = None
     framing: Framing | None = None
-    """Form of the images; None for other rows than images."""
+    """Form of the images that the rows are or were made from; None for other rows."""
     originals: OriginalInfo | None = None
     space: dict[str, Any] | None = None
     """Description of the space of the stored rows; None for pictures."""
@@ -100,29 +99,12 @@ class StoreInfo:
     @property
     def size_text(self) -> str:
         """Sides of the images: ``64``, or ``96x64``."""
-        if self.framing is not None:
-            return self.framing.size_text
-        _, height, width = self.rows.get(IMAGES_FILE, (3, self.image_size, self.image_size))
-        return size_text(width, height)
+        return str(self.image_size) if self.framing is None else self.framing.size_text
 
 
-def dtype_of(name: str) -> np.dtype[Any]:
-    """Return the type of the values in a store's file ``NAME.DTYPE``."""
-    return np.dtype(Path(name).suffix[1:])
-
-
-def mapped(file: Path, shape: tuple[int, ...] = ()) -> np.ndarray[Any, Any]:
-    """Return the array in ``file``, of that shape unless it is ``.npy``, as a memory map not to be written to."""
-
-    def in_mode(mode: Literal["r", "c"]) -> np.ndarray[Any, Any]:
-        if file.suffix == ".npy":
-            return cast(np.ndarray[Any, Any], np.load(file, mmap_mode=mode))
-        return np.memmap(file, dtype_of(file.name), mode, shape=shape)
-
-    try:
-        return in_mode("r")
-    except OSError:  # some network file systems refuse a shared map
-        return in_mode("c")
+def mapped(file: Path, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    """Return the array of that shape in a store's file ``NAME.DTYPE``, as a memory map not to be written to."""
+    return np.memmap(file, file.suffix[1:], "c", shape=shape)  # some network file systems refuse the shared map of "r"
 
 
 class StoreDataset(Dataset[dict[str, Tensor]]):
@@ -207,7 +189,7 @@ class StoreDataset(Dataset[dict[str, Tensor]]):
 
     @cached_property
     def entries(self) -> dict[str, np.ndarray[Any, Any]]:
-        """All rows of the store by entry of an item, read-only memory maps ``[n, ...]``."""
+        """All rows of the store by entry of an item, memory maps ``[n, ...]`` not to be written to."""
         maps = dict[str, np.ndarray[Any, Any]]()
         for name, shape in self.info.rows.items():
             file = self.path / name
@@ -222,9 +204,9 @@ class StoreDataset(Dataset[dict[str, Tensor]]):
 
     @cached_property
     def stored_labels(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """All labels of the store, a read-only memory map ``[n]``."""
+        """All labels of the store, a memory map ``[n]`` not to be written to."""
         with reading(self.path / LABELS_FILE):
-            return mapped(self.path / LABELS_FILE)
+            return cast(np.ndarray[Any, Any], np.load(self.path / LABELS_FILE, mmap_mode="c"))
 
     @property
     def class_names(self) -> list[str]:
@@ -322,7 +304,7 @@ class ImageDataset(StoreDataset):
 
     @property
     def images(self) -> np.ndarray[Any, np.dtype[Any]]:
-        """All images of the store, a read-only memory map ``[n, c, h, w]``."""
+        """All images of the store, a memory map ``[n, c, h, w]`` not to be written to."""
         return self.entries["images"]
 
     @property

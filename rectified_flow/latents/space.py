@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,8 +14,8 @@ from torch import Tensor, nn
 from rectified_flow import randomness
 from rectified_flow.condition import Values
 from rectified_flow.data.build import StoreWriter, claimed, fill, key_of
+from rectified_flow.data.config import Framing
 from rectified_flow.data.store import ImageDataset, LatentInfo, StoreDataset, mapped
-from rectified_flow.distributed import on_main
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import choose, split_part
 from rectified_flow.latents.autoencoders import Autoencoder, PretrainedAutoencoder
@@ -221,17 +220,7 @@ ROWS_AT_ONCE = 256
 
 
 class LatentDataset(StoreDataset):
-    """The latents of a store: items have ``latents``, float16 ``[v, k, c, h, w]``, as :class:`Latents` takes them.
-
-    Args:
-        path: the store's folder.
-        arguments: arguments of :func:`rectified_flow.open_dataset` that open the images.
-        mirrored: read the mirror images too, if the store has them.
-    """
-
-    def __init__(self, path: Path, arguments: Mapping[str, Any] | None = None, *, mirrored: bool = True) -> None:
-        super().__init__(path, arguments)
-        self.mirrored = mirrored
+    """The latents of a store: items have ``latents``, float16 ``[v, k, c, h, w]``, as :class:`Latents` takes them."""
 
     @property
     def encoded(self) -> LatentInfo:
@@ -248,12 +237,6 @@ class LatentDataset(StoreDataset):
         """Return the space of these latents."""
         shape = self.info.rows[LATENTS_FILE][2:]
         return Latents(autoencoder, self.info.image_size, shape, mean=self.encoded.mean, std=self.encoded.std)
-
-    @cached_property
-    def entries(self) -> dict[str, np.ndarray[Any, Any]]:
-        """All rows of the store by name of the entry; unless ``mirrored``, only the first variant of the latents."""
-        entries = super().entries
-        return entries if self.mirrored else {**entries, "latents": entries["latents"][:, :1]}
 
 
 def channel_scales(file: Path, length: int, shape: Sequence[int]) -> tuple[list[float], list[float]]:
@@ -288,16 +271,16 @@ def encode_pictures(pictures: ImageDataset, autoencoder: Autoencoder, *, mirrore
         RunError: if the disk is full.
     """
     info, state = pictures.info, PartialState()
-    sides = (info.image_size,) if info.framing is None else info.framing.shape[1:]
-    space = Latents(autoencoder, info.image_size, autoencoder.shape_of(*sides)[1:])
-    # A store with mirror images can be used with and without mirroring.
-    both = on_main(state, lambda: mirrored or _writer(pictures, autoencoder, mirrored=True).is_whole)
-    writer = _writer(pictures, autoencoder, mirrored=both)
+    framing = info.framing or Framing(info.image_size, info.image_size)
+    space = Latents(autoencoder, info.image_size, autoencoder.shape_of(*framing.shape[1:])[1:])
+    key = key_of(LATENTS_VERSION, pictures.fingerprint, autoencoder.fingerprint)
+    path = pictures.path.with_name(f"{pictures.path.name}-latents-{key}{'-mirrored' * mirrored}")
+    writer = StoreWriter(path, len(pictures), "latents")
 
     @torch.no_grad()
     def make(numbers: Sequence[int]) -> Mapping[str, Tensor]:
         images = pictures.read_batch(numbers)["images"].to(state.device)
-        variants = [images, images.flip(-1)][: 1 + both]
+        variants = [images, images.flip(-1)][: 1 + mirrored]
         latents = torch.cat([space.from_pictures(each) for each in variants], dim=1).half()
         found = f"--autoencoder {autoencoder.name} gives latents of {info.source} that are not finite"
         if not latents.isfinite().all():
@@ -307,16 +290,10 @@ def encode_pictures(pictures: ImageDataset, autoencoder: Autoencoder, *, mirrore
     def describe() -> dict[str, Any]:
         mean, std = channel_scales(writer.stage / LATENTS_FILE, writer.length, writer.shapes[LATENTS_FILE])
         latents = LatentInfo(autoencoder.name, pictures.fingerprint, mean, std)
-        more = {"source": info.source, "image_size": info.image_size, "class_names": info.class_names}
-        return {"labels": pictures.labels, "latents": asdict(latents), **more}
+        more = {name: getattr(info, name) for name in ("source", "image_size", "class_names")}
+        return {"labels": pictures.labels, "latents": asdict(latents), "framing": asdict(framing), **more}
 
     with claimed(writer) as is_missing:
         if is_missing:
             fill(writer, make, describe, batch_size=BATCH_SIZE)
-    return LatentDataset(writer.path, pictures.arguments, mirrored=mirrored)
-
-
-def _writer(pictures: ImageDataset, autoencoder: Autoencoder, *, mirrored: bool) -> StoreWriter:
-    key = key_of(LATENTS_VERSION, pictures.fingerprint, autoencoder.fingerprint)
-    path = pictures.path.with_name(f"{pictures.path.name}-latents-{key}{'-mirrored' * mirrored}")
-    return StoreWriter(path, len(pictures), "latents")
+    return LatentDataset(path, pictures.arguments)

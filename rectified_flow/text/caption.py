@@ -1,13 +1,12 @@
 """Captions as a condition of a network, and the store of the encoded captions of a dataset beside its pictures."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
-from accelerate import PartialState
 from torch import Tensor, nn
 
 from rectified_flow.condition import LARGEST, WrittenCondition
@@ -19,6 +18,7 @@ from rectified_flow.system.terminal import line
 from rectified_flow.text.encoders import TEXTS_AT_ONCE, BagOfWords, PretrainedTextEncoder, TextEncoder
 
 EXAMPLES = 16  # number of training captions that are kept as examples
+CAPTIONS_VERSION = 1  # version of the store of encoded captions
 AMONG, NEAREST = 50, 5  # number of candidates of a retrieval, and k of its top-k accuracy
 
 
@@ -86,9 +86,34 @@ class Caption(WrittenCondition):
         empty = torch.tensor([not text.strip() for text in texts], dtype=torch.bool)
         return values.masked_fill(empty[:, None, None], torch.nan)
 
-    def stored(self, texts: Sequence[str], folder: Path, state: Any) -> Any:
-        """Return the encoded texts of a column, from a store in the folder if the encoder has weights. Collective."""
-        return encode_captions(texts, self, folder, state)
+    def stored(self, texts: Sequence[str], folder: Path, state: Any) -> "EncodedTexts":
+        """Return the encoded texts of a column, from a store in the folder if the encoder has weights. Collective.
+
+        Encoding resumes after a kill. Captions that are longer than the encoder or ``tokens`` allow are cut, and their
+        number is printed.
+        """
+        encoder, encoded = self.encoder, EncodedTexts(self, texts)
+        if not isinstance(encoder, PretrainedTextEncoder):
+            return encoded
+        key = key_of(CAPTIONS_VERSION, tuple(texts), encoder.fingerprint, self.tokens)
+        writer = StoreWriter(folder / f"captions-{key}", len(texts), "captions")
+
+        def make(numbers: Sequence[int]) -> Mapping[str, Tensor]:
+            encoder.to_device(state.device)
+            return {"captions": encoded[numbers].half()}
+
+        def describe() -> dict[str, Any]:
+            long = max(encoder.count_tokens(texts))
+            most = min(self.tokens, encoder.most_tokens) if self.tokens else encoder.most_tokens
+            if long > most:
+                state.print(line("captions", f"cut to {most} tokens; the longest has {long}"))
+            return {"source": f"captions by {encoder.name}", "image_size": 1}
+
+        with claimed(writer) as is_missing:
+            if is_missing:
+                fill(writer, make, describe, batch_size=TEXTS_AT_ONCE)
+        encoder.to_device(torch.device("cpu"))  # the CPU suffices for prompts
+        return replace(encoded, store=StoreDataset(writer.path))
 
     def scores(self, values: Tensor, pictures: Tensor) -> dict[str, float]:
         """Return the share of samples for which the real picture of their caption is among the 5 nearest of 50.
@@ -127,6 +152,20 @@ class Caption(WrittenCondition):
         return _TokenEmbedding(self.size, dim) if self.tokens else None
 
 
+@dataclass(frozen=True)
+class EncodedTexts:
+    """Texts by number, as float16 from a store, or else encoded when they are read."""
+
+    kind: Caption
+    texts: Sequence[str]
+    store: StoreDataset | None = None
+
+    def __getitem__(self, numbers: Sequence[int]) -> Tensor:
+        if self.store is not None:
+            return self.store.read_entries(numbers)["captions"]
+        return self.kind.encode([self.texts[number] for number in numbers])
+
+
 class _TextEmbedding(nn.Module):
     """Two linear maps of the vector of a text, and a learned embedding of "none"."""
 
@@ -153,73 +192,3 @@ class _TokenEmbedding(nn.Module):
         tokens = values[:, 1:].to(self.linear.weight.dtype)
         known = tokens[..., 0].abs() < LARGEST
         return self.linear(self.norm(torch.where(known[..., None], tokens, 0))), known
-
-
-CAPTIONS_VERSION = 1
-
-
-@dataclass(frozen=True)
-class TextsToEncode:
-    """Texts that are encoded when they are read."""
-
-    kind: Caption
-    texts: Sequence[str]
-
-    def __getitem__(self, numbers: Sequence[int]) -> Tensor:
-        return self.kind.encode([self.texts[number] for number in numbers])
-
-
-@dataclass(frozen=True)
-class StoredTexts:
-    """Encoded texts in a store."""
-
-    store: StoreDataset
-
-    def __getitem__(self, numbers: Sequence[int]) -> Tensor:
-        return self.store.read_entries(numbers)["captions"]
-
-
-def encode_captions(
-    texts: Sequence[str], kind: Caption, folder: Path, state: PartialState
-) -> TextsToEncode | StoredTexts:
-    """Encode captions by all processes together, unless they are stored already. Collective.
-
-    Encoding resumes after a kill. Captions that are longer than the encoder or ``kind.tokens`` allow are cut, and their
-    number is printed.
-
-    Args:
-        texts: the captions.
-        kind: the condition, which has the encoder.
-        folder: the folder of the store, a cache.
-        state: state of the processes.
-
-    Returns:
-        The values by number, float16 ``[b, 1 + tokens, size]``; an encoder without weights encodes captions when they
-        are read, in float32.
-
-    Raises:
-        UsageError: if the encoder is unavailable, or the folder cannot be written.
-        RunError: if the disk is full.
-    """
-    encoder = kind.encoder
-    if not isinstance(encoder, PretrainedTextEncoder):
-        return TextsToEncode(kind, texts)
-    key = key_of(CAPTIONS_VERSION, tuple(texts), encoder.fingerprint, kind.tokens)
-    writer = StoreWriter(folder / f"captions-{key}", len(texts), "captions")
-
-    def make(numbers: Sequence[int]) -> Mapping[str, Tensor]:
-        encoder.to_device(state.device)
-        return {"captions": kind.encode([texts[number] for number in numbers]).half()}
-
-    def describe() -> dict[str, Any]:
-        long = max(encoder.count_tokens(texts))
-        most = min(kind.tokens, encoder.most_tokens) if kind.tokens else encoder.most_tokens
-        if long > most:
-            state.print(line("captions", f"cut to {most} tokens; the longest has {long}"))
-        return {"source": f"captions by {encoder.name}", "image_size": 1}
-
-    with claimed(writer) as is_missing:
-        if is_missing:
-            fill(writer, make, describe, batch_size=TEXTS_AT_ONCE)
-    encoder.to_device(torch.device("cpu"))  # the CPU suffices for prompts
-    return StoredTexts(StoreDataset(writer.path))
