@@ -89,39 +89,28 @@ def check_equal(state: Accelerator | PartialState, facts: Callable[[], Mapping[s
             raise UsageError(f"{difference}: start every process with the same flags, data and versions")
 
 
-def check_shared(state: Accelerator | PartialState, folders: Mapping[str, Path]) -> None:
-    """Check that all processes see the files that the main one writes. Collective.
-
-    Args:
-        state: Accelerate's state of the processes.
-        folders: folders that exist on the main process, by the flag that names them.
+def check_shared(state: Accelerator | PartialState, output_dir: Path) -> None:
+    """Check that all processes see the files that the main one writes into ``--output_dir``. Collective.
 
     Raises:
-        UsageError: on all processes, if one does not; the sentence names its rank, its host and the folder.
+        UsageError: on all processes, if one does not; the sentence names its rank and its host.
     """
     if state.num_processes == 1:
         return
+    name = f".shared.{token_hex(4)}.tmp"  # a process that is killed leaves an empty hidden file
+    probe, until = output_dir / on_main(state, lambda: name), time.monotonic() + SHARED_TIMEOUT
 
-    def write() -> str:
-        name = f".shared.{token_hex(4)}.tmp"  # a process that is killed leaves an empty hidden file
-        for folder in folders.values():
-            (folder / name).touch()
-        return name
-
-    name, until = on_main(state, write), time.monotonic() + SHARED_TIMEOUT
-
-    def appears(folder: Path) -> bool:
-        while not os.path.exists(folder / name) and time.monotonic() < until:
+    def appears() -> bool:
+        while not probe.exists() and time.monotonic() < until:
             time.sleep(0.1)
-        return os.path.exists(folder / name)
+        return probe.exists()
 
-    named = {f"access to the files of rank 0 in --{flag}": folder for flag, folder in folders.items()}
     try:
-        check_equal(state, lambda: {fact: appears(folder) for fact, folder in named.items()})
+        on_main(state, probe.touch)
+        check_equal(state, lambda: {"access to the files of rank 0 in --output_dir": appears()})
     finally:
         if state.is_main_process:
-            for folder in folders.values():
-                (folder / name).unlink(missing_ok=True)
+            probe.unlink(missing_ok=True)
 
 
 @cache

@@ -96,7 +96,9 @@ def with_space(config: DataConfig, *, may_choose: bool = True) -> DataConfig:
     if is_free and folder is not None and folder.is_dir() and (space := space_of_folder(folder)):
         config = replace(config, space=(space, *config.space))
     if config.image_size == 0:
-        source = find_source(**data_arguments_of(config) | {"image_size": DataConfig.image_size})
+        source = find_data(replace(config, image_size=DataConfig.image_size))
+        if not isinstance(source, ImageSource):
+            raise UsageError("--image_size 0 is for pictures: pass the size of the items")
         width, height = source.size_of(0)
         common = gcd(width, height)
         config = replace(config, image_size=min(width, height), aspect_ratio=f"{width // common}:{height // common}")

@@ -110,7 +110,7 @@ def sample(config: SampleConfig) -> None:
     outputs = Outputs(folder, request, trained.flow.space, settings if flags.metadata else None)
     with ExitStack() as held:
         on_main(state, lambda: _claim(outputs, flags, held))
-        check_shared(state, {"output_dir": folder})
+        check_shared(state, folder)
         state.print(describe(settings, flags, trained, request))
         with autocast(config.model.mixed_precision, state.device):
             calls = _write_samples(trained.flow, outputs, state)

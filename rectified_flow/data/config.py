@@ -28,7 +28,6 @@ from rectified_flow.system.terminal import size_text
 
 Crop = Literal["center", "random", "none"]
 Side = Annotated[int, Gt(0)]
-HALVED = 8  # error messages propose sizes whose sides are multiples of this, so that networks of up to four levels fit
 MARGIN = 1.25  # sides of a stored image from which random parts are cropped, as multiples of the sides of the parts
 
 
@@ -59,10 +58,8 @@ class Framing:
         short = min(width, height)
         times, rest = divmod(image_size, short)
         if rest:
-            multiple = short * HALVED
-            nearest = max(1, round(image_size / multiple)) * multiple
-            refusal = f"--image_size {image_size} with --aspect_ratio {aspect_ratio} gives a fractional long side"
-            raise UsageError(f"{refusal}; pass {nearest}")
+            given = f"--image_size {image_size} with --aspect_ratio {aspect_ratio}"
+            raise UsageError(f"{given} gives a fractional long side; pass a multiple of {short}")
         return cls(width * times, height * times, alpha, crop)
 
     @property

@@ -339,10 +339,10 @@ def fit_field(values: Array, size: tuple[int, int], *, pad: bool = False) -> Arr
     result = np.empty((channels, size[1], size[0]), values.dtype)
     for channel, place in zip(values, result, strict=True):
         known = ~np.isnan(channel)
-        fitted = _mean(np.where(known, channel, 0), rows, columns)
+        fitted = rows @ np.where(known, channel, 0) @ columns.T
         place[:] = np.nan if values.dtype.kind == "f" else channel.min()
         if not known.all():
-            weight = _mean(known, rows, columns)
+            weight = rows @ known @ columns.T
             fitted = np.where(weight >= 0.5 - 1e-9, fitted / np.maximum(weight, 0.25), np.nan)
         if known.any():
             fitted = np.clip(fitted, np.nanmin(channel), np.nanmax(channel))
@@ -351,12 +351,13 @@ def fit_field(values: Array, size: tuple[int, int], *, pad: bool = False) -> Arr
     return result
 
 
-Boxes = tuple[np.ndarray[Any, np.dtype[np.intp]], np.ndarray[Any, np.dtype[np.float64]]]
-"""Numbers of the old pixels in the box of each new one ``[n, k]``, and their weights, whose sum over ``k`` is 1."""
+def _boxes(side: int, extent: float, after: int) -> Any:
+    """Return the weights of ``side`` old pixels in the boxes of ``after`` new ones in the middle ``extent``.
 
+    The weights are a sparse matrix ``[after, side]``; those of a box have the sum 1.
+    """
+    from scipy.sparse import csr_array  # takes long to load
 
-def _boxes(side: int, extent: float, after: int) -> Boxes:
-    """Return the boxes of ``after`` new pixels in the middle ``extent`` of ``side`` old ones."""
     scale, start = extent / after, (side - extent) / 2
     if scale == 1:
         start = floor(start)  # whole pixels are cropped without a change of values
@@ -365,14 +366,6 @@ def _boxes(side: int, extent: float, after: int) -> Boxes:
     numbers = np.floor(begin).astype(np.intp)[:, None] + np.arange(ceil(width) + 1)
     overlap = np.minimum(numbers + 1, begin[:, None] + width) - np.maximum(numbers, begin[:, None])
     weights = np.maximum(overlap, 0)
-    return numbers.clip(0, side - 1), weights / weights.sum(axis=1, keepdims=True)
-
-
-def _mean(channel: Array, rows: Boxes, columns: Boxes) -> Array:
-    """Return the means over boxes of one channel ``[h, w]``, float64."""
-    for numbers, weights in (rows, columns):  # each iteration resizes the first axis, then transposes
-        shrunk = np.zeros((len(numbers), channel.shape[1]))
-        for number, weight in zip(numbers.T, weights.T, strict=True):
-            shrunk += weight[:, None] * channel[number]
-        channel = shrunk.T
-    return channel
+    weights /= weights.sum(axis=1, keepdims=True)
+    ends = np.arange(0, numbers.size + 1, numbers.shape[1])
+    return csr_array((weights.ravel(), numbers.clip(0, side - 1).ravel(), ends), shape=(after, side))

@@ -112,6 +112,7 @@ class FieldFolder(FileFolder):
             channels_last = first.format.channels_last
         self.channels_last, self.store_bits = channels_last, store_bits
         _, height, width = first.values.shape
+        self._size = width, height
         self.notes.append(f"read {self.format.suffix} files as {self.format}, {width} x {height} px")
         self.fingerprint = f"{self.fingerprint} fields {channels_last}"
 
@@ -128,9 +129,8 @@ class FieldFolder(FileFolder):
         return values.astype(self.format.dtype)
 
     def size_of(self, index: int) -> tuple[int, int]:
-        """Return the width and height of a field [px]."""
-        _, height, width = self.read(self.files[index]).shape
-        return width, height
+        """Return the width and height of the first field [px], as which the others are taken without being read."""
+        return self._size
 
     def rows(self, framing: Framing) -> FieldRows:
         """Return how the fields become rows of a store."""

@@ -186,7 +186,7 @@ class Run:
         """
         with ExitStack() as held:
             on_main(self.accelerator, lambda: lock_folder(self.config, held))
-            check_shared(self.accelerator, {"output_dir": self.config.output_dir})
+            check_shared(self.accelerator, self.config.output_dir)
             try:
                 yield
             except BaseException as error:

@@ -242,7 +242,6 @@ def write_picture(path: Path, pixels: np.ndarray[Any, Any], **options: Any) -> P
     return path
 
 
-MAX_TICKS = 10  # largest number of points that all have a tick on a logarithmic axis; more have ticks at powers of 2
 Line = Mapping[int, float] | Mapping[float, float]  # points of a curve: a mapping from x to y
 
 
@@ -254,10 +253,7 @@ class Panel:
     title: str
     x_label: str
     y_label: str
-    log_x: bool = False
     log_y: bool = False
-    is_histogram: bool = False
-    """Whether x is the centre of a bin, of which all have the same width."""
 
 
 def draw_panels(path: Path, panels: Sequence[Panel]) -> Path:
@@ -280,15 +276,8 @@ def draw_panels(path: Path, panels: Sequence[Panel]) -> Path:
 def _draw(axes: Any, panel: Panel) -> None:
     axes.set(xlabel=panel.x_label, ylabel=panel.y_label, title=panel.title)
     for name, points in panel.lines.items():
-        marker = "." if len(points) < 40 and not panel.is_histogram else None
-        style = "steps-mid" if panel.is_histogram else "default"
-        axes.plot([*points], [*points.values()], label=name, marker=marker, drawstyle=style)
-    if panel.log_x:
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter("{x:g}")
-        places = {x for points in panel.lines.values() for x in points}
-        if len(places) <= MAX_TICKS:
-            axes.set_xticks(sorted(places))
+        marker = "." if len(points) < 40 else None
+        axes.plot([*points], [*points.values()], label=name, marker=marker)
     if panel.log_y:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:g}")

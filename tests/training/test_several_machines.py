@@ -136,7 +136,7 @@ def share(folders: list[Path], appears: float) -> str:
     if rank == 1 and appears:
         Timer(appears, mine.symlink_to, [folders[0]]).start()
     try:
-        check_shared(PartialState(), {"output_dir": mine})
+        check_shared(PartialState(), mine)
     except UsageError as error:
         return str(error)
     return ""

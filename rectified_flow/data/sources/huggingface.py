@@ -56,10 +56,11 @@ class HuggingFaceSource(ImageSource):
         if names := getattr(feature, "names", None):
             return _true_names(list(names))
         largest = max((label for label in self._rows[self._label_column] if label is not None), default=-1)
-        found = f"the column {self._label_column} of {self.name} contains the number {largest}, which is not a class"
-        remedy = f"number the classes from 0 (at most {MAX_CLASSES} classes), or rename the column"
         if largest >= MAX_CLASSES:
-            raise UsageError(f"{found}: {remedy}")
+            found = (
+                f"the column {self._label_column} of {self.name} contains the number {largest}, which is not a class"
+            )
+            raise UsageError(f"{found}: number the classes from 0 (at most {MAX_CLASSES}), or rename the column")
         return [str(label) for label in range(largest + 1)]
 
     def __len__(self) -> int:
