@@ -15,8 +15,8 @@ from rectified_flow.data.open import (
     open_dataset,
     open_images,
     read_table,
+    reader_of,
     space_of_folder,
-    split_options,
 )
 from rectified_flow.data.sources import ImageSource
 from rectified_flow.data.store import ImageDataset, pair_by_name
@@ -245,7 +245,7 @@ def build_space(data: DataConfig, found: ImageDataset | ImageSource | Dataset[An
     """
     kind = kind_of_space(data)
     target = getattr(kind, "of", kind)
-    _, options = split_options(data.space)
+    *_, options = reader_of(data.space)
     refuse({"augment": data.augment > 0 and not can_augment(data)}, f"has no effect on {kind.__name__}: leave it out")
     given: dict[str, Any] = {
         "image_size": data.image_size,

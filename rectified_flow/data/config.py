@@ -11,17 +11,7 @@ from annotated_types import Gt, Interval
 
 from rectified_flow.data import OXFORD_FLOWERS
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import (
-    Flags,
-    Fraction,
-    Natural,
-    NonNegative,
-    Part,
-    Probability,
-    Seed,
-    default_is,
-    flag,
-)
+from rectified_flow.flags import Flags, Fraction, Natural, NonNegative, Part, Probability, Seed, default_is, flag
 from rectified_flow.registry import register
 from rectified_flow.system.files import read_lines
 from rectified_flow.system.terminal import size_text

@@ -24,9 +24,6 @@ from rectified_flow.system.files import printable, usable_path
 from rectified_flow.system.pictures import content_of
 from rectified_flow.system.terminal import escaped
 
-FRAMING = ("image_size", "aspect_ratio", "alpha", "crop")
-"""Arguments that decide the framing of the pictures."""
-
 
 def open_dataset(
     dataset: str,
@@ -100,11 +97,19 @@ def open_images(source: ImageSource | None = None, **given: Any) -> ImageDataset
     arguments = {name: as_plain(value) for name, value in given.items()}
     if "" in (arguments["dataset_path"], arguments["cache_dir"]):  # an empty path would be the current folder
         raise UsageError("--dataset_path or --cache_dir is empty: check whether a variable is unset")
-    how = {name: arguments[name] for name in ("skip_broken_images", "exclude")}
-    cache = None if arguments["cache_dir"] is None else Path(arguments["cache_dir"])
-    source = find_source(**arguments) if source is None else source
-    framing = Framing.of(**{name: arguments[name] for name in FRAMING})
-    return ImageDataset(open_store(source, framing, cache_dir=cache, **how), arguments)
+    path = open_store(
+        find_source(**arguments) if source is None else source,
+        framing_of(arguments),
+        cache_dir=None if arguments["cache_dir"] is None else Path(arguments["cache_dir"]),
+        skip_broken_images=arguments["skip_broken_images"],
+        exclude=arguments["exclude"],
+    )
+    return ImageDataset(path, arguments)
+
+
+def framing_of(arguments: Mapping[str, Any]) -> Framing:
+    """Return the framing of the pictures that arguments of :func:`open_dataset` decide."""
+    return Framing.of(**{name: arguments[name] for name in ("image_size", "aspect_ratio", "alpha", "crop")})
 
 
 def read_table(pictures: ImageDataset, source: ImageSource | None = None) -> Table:
@@ -134,30 +139,21 @@ def find_source(dataset: str, dataset_path: str | Path | None = None, **argument
         UsageError: if the source does not exist, or if ``space`` needs a folder of files.
     """
     split, space = arguments.get("split", "train"), arguments.get("space", ())
-    if dataset_path is None and folder_reader(space) is not None:
-        raise UsageError(f"--space {name_of(space)} reads a folder of files: pass it with --dataset_path")
-    source: ImageSource
-    if dataset_path is not None:
-        source = _find_folder(Path(dataset_path), split, arguments)
-    elif dataset == SYNTHETIC_FLOWERS:
-        source = SyntheticFlowers(2 * max(Framing.of(**{name: arguments[name] for name in FRAMING}).stored_size))
-    elif os.path.isdir(dataset):
-        raise UsageError(f"--dataset {dataset} is a folder: pass it as --dataset_path {dataset}")
-    else:
-        source = HuggingFaceSource(dataset, split)
-    return source
-
-
-def _find_folder(path: Path, split: str, arguments: Mapping[str, Any]) -> ImageSource:
-    """Return the source of a folder."""
-    folder, space = usable_path("--dataset_path", path).resolve(), arguments.get("space", ())
+    reader, options, _ = reader_of(space)
+    if dataset_path is None:
+        if reader is not None:
+            raise UsageError(f"--space {name_of(space)} reads a folder of files: pass it with --dataset_path")
+        if dataset == SYNTHETIC_FLOWERS:
+            return SyntheticFlowers(2 * max(framing_of(arguments).stored_size))
+        if os.path.isdir(dataset):
+            raise UsageError(f"--dataset {dataset} is a folder: pass it as --dataset_path {dataset}")
+        return HuggingFaceSource(dataset, split)
+    folder = usable_path("--dataset_path", Path(dataset_path)).resolve()
     if not folder.is_dir():
         what = content_of(folder) if folder.is_file() else None
         raise UsageError(f"--dataset_path {folder} is not a folder" + f", but {what}" * (what is not None))
     how = {"skip_unreadable": arguments.get("skip_broken_images", False), "split": split}
-    reader = folder_reader(space)
     if reader is not None:
-        options, _ = split_options(space)
         return cast(ImageSource, reader(folder, **how, **typed_options("space", reader, options)))
     if find_dataset_file(folder) is not None:
         return HuggingFaceSource(folder, split)
@@ -169,18 +165,17 @@ def _find_folder(path: Path, split: str, arguments: Mapping[str, Any]) -> ImageS
     return source
 
 
-def folder_reader(space: Sequence[str]) -> Any:
-    """Return the class that reads the files of a space from folders; None for pictures."""
-    readers = (find("space", "reader", name) for name in names("reader"))
-    return next((reader for reader in readers if reader.space_name == name_of(space)), None)
+def reader_of(space: Sequence[str]) -> tuple[Any, list[str], list[str]]:
+    """Return the class that reads the files of a space from folders, its arguments, and those of the space itself.
 
-
-def split_options(space: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the arguments of the class that reads the files of a space, and those of the space itself."""
-    reader, (_, options) = folder_reader(space), split_part(space)
+    The class is None for pictures.
+    """
+    name, options = split_part(space)
+    readers = (find("space", "reader", each) for each in names("reader"))
+    reader = next((each for each in readers if each.space_name == name), None)
     known = {} if reader is None else parameters_of(reader)
     of_reader = [option for option in options if option.partition("=")[0] in known]
-    return of_reader, [option for option in options if option not in of_reader]
+    return reader, of_reader, [option for option in options if option not in of_reader]
 
 
 def space_of_folder(folder: Path) -> str | None:

@@ -146,9 +146,7 @@ def test_sides() -> None:
     assert Framing.of(64, "6:4") == Framing(96, 64)
     assert Framing.of(27, "9:16") == Framing(27, 48)
     assert Framing.of(64, "2:2") == Framing(64, 64)
-    with pytest.raises(
-        UsageError, match="64 with --aspect_ratio 16:9 gives a fractional long side; pass a multiple of 9"
-    ):
+    with pytest.raises(UsageError, match="64 with --aspect_ratio 16:9 gives a fractional long side; pass a"):
         Framing.of(64, "16:9")
 
 

@@ -57,10 +57,8 @@ class HuggingFaceSource(ImageSource):
             return _true_names(list(names))
         largest = max((label for label in self._rows[self._label_column] if label is not None), default=-1)
         if largest >= MAX_CLASSES:
-            found = (
-                f"the column {self._label_column} of {self.name} contains the number {largest}, which is not a class"
-            )
-            raise UsageError(f"{found}: number the classes from 0 (at most {MAX_CLASSES}), or rename the column")
+            found = f"the column {self._label_column} of {self.name} contains the number {largest}"
+            raise UsageError(f"{found}, which is not a class: number the classes from 0, or rename the column")
         return [str(label) for label in range(largest + 1)]
 
     def __len__(self) -> int:
