@@ -272,7 +272,9 @@ class _Generator:
 
     def describe(self) -> dict[str, Any]:
         """Return the labels and the description of the data."""
-        of_pictures = {"source": f"{self.kind} of {self.recipe.source}", "image_size": self.pictures.info.image_size}
+        info = self.pictures.info
+        of_pictures = {"source": f"{self.kind} of {self.recipe.source}", "image_size": info.image_size}
+        of_pictures |= {"framing": asdict(info.framing)} if info.framing else {}
         if "labels" not in self.teacher.conditions:
             return of_pictures
         labels = self.pictures.condition_values(self.picture_of)["labels"].numpy()
