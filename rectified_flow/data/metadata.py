@@ -165,7 +165,7 @@ def _csv_rows(text: str) -> Iterator[dict[str, Any]]:
         raise ValueError(f"the first line has no column {FILE_NAME} between commas, semicolons or tabs")
     how: dict[str, Any] = {"delimiter": found[0], "restval": "", "skipinitialspace": True, "strict": True}
     for row in csv.DictReader(io.StringIO(text), **how):
-        if any(row.pop(None, ())):  # type: ignore[call-overload]  # the key of further values
+        if any(row.pop(None, ())):  # the key of further values
             raise ValueError("it has more values than the header; put texts with commas in quotes")
         named = {name.strip(): value for name, value in row.items() if name.strip()}
         yield named if found[0] == "," else {name: with_point(value.strip()) for name, value in named.items()}
