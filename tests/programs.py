@@ -4,7 +4,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from functools import partial
 from io import StringIO
 from typing import Any
@@ -20,6 +20,7 @@ from rectified_flow.cli.evaluate import evaluate
 from rectified_flow.cli.export import export
 from rectified_flow.cli.record import resolved
 from rectified_flow.cli.sample import sample
+from rectified_flow.cli.train import train
 from rectified_flow.data.sources import ImageSource
 from rectified_flow.data.sources.folder import PictureFolder
 from rectified_flow.flags import parse
@@ -125,6 +126,13 @@ def call(name: str, *flags: object) -> None:
     function, config = FUNCTIONS[name]
     sys.argv = [name, *map(str, flags)]
     function(parse(config, ""))
+
+
+def printed(words: str) -> str:
+    """Return what train_oxford.py prints on this rank for these flags."""
+    with redirect_stdout(StringIO()) as output:
+        train(parse(TrainConfig, "", words.split()))
+    return output.getvalue()
 
 
 def quick_program(name: str, argv: list[str]) -> tuple[int, str]:

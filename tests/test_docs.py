@@ -54,21 +54,8 @@ RUN_ELSEWHERE = (LAUNCH_SCRIPT, "scripts/validate_setup.py")
 ONLY_PARSED = {"--import": "the module is the reader's own"}
 """Flags of commands that are parsed and not run, and why."""
 LAUNCHER_FLAGS = {
-    "cpu",
-    "cpus",
-    "exclusive",
-    "local",
-    "local_addr",
-    "main_process_port",
-    "max_restarts",
-    "nnodes",
-    "nproc_per_node",
-    "num_machines",
-    "num_processes",
-    "requeue",
-    "signal",
-    "standalone",
-    "time",
+    *("cpu", "cpus", "exclusive", "local", "local_addr", "main_process_port", "max_restarts", "nnodes"),
+    *("nproc_per_node", "num_machines", "num_processes", "requeue", "signal", "standalone", "time"),
 }
 """Flags of torchrun, accelerate launch and Slurm that prose mentions."""
 

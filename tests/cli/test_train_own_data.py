@@ -51,26 +51,15 @@ def test_a_plain_list_of_pictures(tmp_path: Path) -> None:
     assert step == 5
 
 
-@pytest.mark.parametrize(
-    ("world_size", "scale", "offset", "sentence"),
-    [
-        (1, 1.0, 0.0, "warning: the images of the first batch lie in [0, 1]; scale them to [-1, 1]"),
-        (2, 1.0, 0.0, "warning: the images of the first batch lie in [0, 1]; scale them to [-1, 1]"),
-        (1, 255.0, 0.0, "warning: images reach from 0 to 255; scale floating-point images to [-1, 1]"),
-        (1, 4.0, -2.0, "warning: images reach from -2 to 2; scale floating-point images to [-1, 1]"),
-        (2, 2.0, -1.0, None),
-    ],
-)
-def test_floats_in_another_range_are_told_once(
-    tmp_path: Path, world_size: int, scale: float, offset: float, sentence: str | None
-) -> None:
+@pytest.mark.parametrize(("scale", "offset", "told"), [(1.0, 0.0, 1), (2.0, -1.0, 0)])
+def test_floats_in_another_range_are_told_once(tmp_path: Path, scale: float, offset: float, told: int) -> None:
     values = torch.rand(40, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     values[:, 0, 0, 0], values[:, 0, 0, 1] = 0.0, 1.0  # whichever pictures are in the first batch
     config = tiny_config(tmp_path, train_num_steps=3, num_samples=0)
-    results = run_on_ranks(world_size, train_on, TensorDataset(scale * values + offset), config)
+    results = run_on_ranks(2, train_on, TensorDataset(scale * values + offset), config)
     said = "".join(text for text, _ in results)
-    assert said.count("warning: ") == (sentence is not None)
-    assert sentence is None or sentence in said
+    assert said.count("warning: ") == told
+    assert said.count("the images of the first batch lie in [0, 1]; scale them to [-1, 1]") == told
 
 
 class Captioned(Dataset[dict[str, Any]]):

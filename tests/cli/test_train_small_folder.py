@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-from contextlib import redirect_stdout
-from io import StringIO
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +14,9 @@ from rectified_flow.cli.config import TrainConfig
 from rectified_flow.cli.data import open_pictures
 from rectified_flow.cli.record import config_in
 from rectified_flow.cli.train import build_heldout_hook
-from rectified_flow.cli.train import train as run_training
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import parse
-from tests.programs import assert_refused
+from tests.programs import assert_refused, printed
 from tests.ranks import run_on_ranks
 from tests.training.runs import losses, tiny_dataset
 
@@ -36,19 +33,12 @@ def one_each(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(flags: str) -> str:
-    """Train, and return the printed text."""
-    with redirect_stdout(StringIO()) as said:
-        assert run_training(parse(TrainConfig, "", flags.split()))
-    return said.getvalue()
-
-
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_five_pictures_fill_any_batch(world_size: int, one_each: Path, tmp_path: Path) -> None:
     for number in range(5):
         shutil.copytree(one_each / f"{number:03}", tmp_path / f"pictures/{number}")
     first, *_ = run_on_ranks(
-        world_size, train, f"{TINY} --dataset_path {tmp_path}/pictures --output_dir {tmp_path}/run"
+        world_size, printed, f"{TINY} --dataset_path {tmp_path}/pictures --output_dir {tmp_path}/run"
     )
     assert "recipe      --augment 0.15, for 5 pictures" in first
     assert "held out    none of 5 pictures" in first
@@ -61,7 +51,7 @@ def test_a_run_without_some_files_keeps_their_list(one_each: Path, tmp_path: Pat
         shutil.copytree(one_each / f"{number:03}", tmp_path / f"pictures/{number}")
     (tmp_path / "list.txt").write_text("3/only.png\n\n5/only.png\n")
     flags = f"{TINY} --dataset_path {tmp_path}/pictures --output_dir {tmp_path}/run --exclude {tmp_path}/list.txt"
-    [said] = run_on_ranks(1, train, flags)
+    [said] = run_on_ranks(1, printed, flags)
     assert "4 images of 8 px" in said
     assert "left out 2 images by --exclude" in said
     (tmp_path / "list.txt").unlink()
@@ -78,7 +68,7 @@ def test_frames_that_are_too_alike_to_hold_any_out(tmp_path: Path) -> None:
     for number in range(130):
         Image.new("RGB", (8, 8), (100 + number % 2, 100, 100 + number // 2 % 2)).save(tmp_path / f"frames/{number}.png")
     flags = f"{TINY} --dataset_path {tmp_path}/frames --cache_dir {tmp_path}/cache"
-    [said] = run_on_ranks(1, train, f"{flags} --output_dir {tmp_path}/run")
+    [said] = run_on_ranks(1, printed, f"{flags} --output_dir {tmp_path}/run")
     assert "held out    nothing, as --holdout 0.24 leaves " in said
     assert len(losses(tmp_path / "run")) == 3
     for asked, named in (
@@ -90,19 +80,19 @@ def test_frames_that_are_too_alike_to_hold_any_out(tmp_path: Path) -> None:
 
 def test_a_class_that_is_held_out_as_a_whole_is_named(one_each: Path, tmp_path: Path) -> None:
     flags = f"{TINY} --dataset_path {one_each} --cache_dir {tmp_path}/cache --output_dir {tmp_path}/run"
-    [said] = run_on_ranks(1, train, f"{flags} --use_cfg")
+    [said] = run_on_ranks(1, printed, f"{flags} --use_cfg")
     [warning] = [row for row in said.splitlines() if "no training pictures in" in row]
     [split] = [row for row in said.splitlines() if row.startswith("held out")]
     held_out = split.partition("train on, ")[2].split()[0]
     assert warning.startswith(f"warning: no training pictures in {held_out} of the classes: ")
-    [said] = run_on_ranks(1, train, f"{flags}-2")
+    [said] = run_on_ranks(1, printed, f"{flags}-2")
     assert "no training pictures in" not in said, "nothing is asked for by class"
 
 
 def train_on_a_folder_of_its_own(folder: Path) -> str:
     mine = folder / str(os.environ["RANK"])
     try:
-        return train(f"{TINY} --dataset_path {mine} --cache_dir {mine}-cache --output_dir {folder}/run")
+        return printed(f"{TINY} --dataset_path {mine} --cache_dir {mine}-cache --output_dir {folder}/run")
     except UsageError as error:
         return str(error)
 

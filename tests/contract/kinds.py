@@ -185,7 +185,7 @@ KINDS: dict[str, Kind] = {
         f"--dataset_path {{data}}/cutouts {PLAIN} --aspect_ratio 3:2 --crop random --alpha",
         write_cutouts,
         export="--format page supports grey and RGB pictures",
-        slow=("evaluate", "one_step"),
+        slow=("evaluate",),
     ),
     "columns": Kind(
         f"--dataset_path {{data}}/columns {PLAIN} --condition_on all text=caption"

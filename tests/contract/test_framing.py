@@ -1,9 +1,7 @@
 """Tests of rectangles, transparency and crops, and of ``--look``, which creates no run."""
 
 from collections.abc import Callable
-from contextlib import redirect_stdout
 from functools import partial
-from io import StringIO
 from pathlib import Path
 
 import datasets
@@ -11,15 +9,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from rectified_flow.cli.config import TrainConfig
-from rectified_flow.cli.train import train
 from rectified_flow.data import open as catalog
 from rectified_flow.data.sources.synthetic_flowers import SyntheticFlowers
-from rectified_flow.data.store import StoreDataset
-from rectified_flow.flags import parse
 from rectified_flow.system.outputs import RECORD
 from tests.contract.kinds import COUNT, PLAIN, Runs
-from tests.programs import program
+from tests.programs import printed
 from tests.ranks import run_on_ranks
 
 
@@ -28,12 +22,10 @@ def runs(kind_runs: Callable[[str], Runs]) -> Runs:
     return kind_runs("cutouts")
 
 
-def printed(flags: str) -> str:
-    """Return the text that train_oxford.py prints."""
+def printed_of_few(words: str) -> str:
+    """Return the printed text of a program whose drawn flowers are few."""
     setattr(catalog, "SyntheticFlowers", partial(SyntheticFlowers, count=64))  # noqa: B010 -- in a process of its own
-    with redirect_stdout(StringIO()) as output:
-        train(parse(TrainConfig, "", flags.split()))
-    return output.getvalue()
+    return printed(words)
 
 
 def test_samples_have_transparency_and_the_grid_has_none(runs: Runs, tmp_path: Path) -> None:
@@ -45,20 +37,6 @@ def test_samples_have_transparency_and_the_grid_has_none(runs: Runs, tmp_path: P
     alpha = np.asarray(drawn[0])[..., 3]
     assert alpha[3:5, 4:6].max() < 40, "the hole of the picture that it starts from"
     assert alpha[0].min() > 215
-
-
-@pytest.mark.parametrize(("method", "entry"), [("reflow", ("noise", (4, 8, 12))), ("distill", ("path", (2, 4, 8, 12)))])
-def test_data_of_a_teacher_have_its_form(
-    method: str, entry: tuple[str, tuple[int, ...]], runs: Runs, tmp_path: Path
-) -> None:
-    flags = f"--method {method} --teacher {runs.one} --teacher_samples 8 --teacher_steps 2 --global_batch_size 8"
-    flags += f" --num_samples 0 --train_num_steps 1 --output_dir {tmp_path}"
-    [(code, errors)] = run_on_ranks(1, program, "train_mean_flow.py", flags.split())
-    assert code == 0, errors
-    stored = StoreDataset(next(tmp_path.glob("pa*s")))
-    assert "images of 12x8 px" in stored.description
-    name, shape = entry
-    assert stored[0][name].shape == shape
 
 
 def test_a_look_at_a_folder(runs: Runs, tmp_path: Path) -> None:
@@ -78,6 +56,6 @@ def test_a_look_at_other_sources(tmp_path: Path) -> None:
     rows = datasets.Dataset.from_dict({"image": [Image.new("RGB", (10, 10))] * 3, "label": [0, 1, 0]})
     rows.cast_column("image", datasets.Image()).save_to_disk(tmp_path / "saved")
     for words, number in ((f"--dataset_path {tmp_path}/saved", 3), ("--dataset synthetic-flowers", 64)):
-        [text] = run_on_ranks(1, printed, f"{words} {PLAIN} --output_dir {tmp_path}/{number} --look")
+        [text] = run_on_ranks(1, printed_of_few, f"{words} {PLAIN} --output_dir {tmp_path}/{number} --look")
         assert f"{number} images of 8 px" in text
         assert (tmp_path / f"{number}/look.png").exists()

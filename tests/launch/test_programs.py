@@ -6,8 +6,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import redirect_stdout
-from io import StringIO
 from pathlib import Path
 
 import psutil
@@ -18,6 +16,7 @@ from rectified_flow.cli.train import train
 from rectified_flow.flags import parse
 from tests.launch.soak import FLAGS, differences, leaks, two_runs
 from tests.patience import PATIENCE, wait_for
+from tests.programs import printed
 from tests.ranks import run_on_ranks
 from tests.training.runs import assert_same_bytes, losses
 
@@ -154,14 +153,8 @@ def test_the_launch_script_starts_again_what_died(tmp_path: Path) -> None:
     run_on_ranks(1, train, config)
     assert_same_bytes(tmp_path / "straight", tmp_path / "killed", 30)
     assert losses(tmp_path / "killed") == losses(tmp_path / "straight")
-    [said] = run_on_ranks(1, printed, parse(TrainConfig, "", [*TINY, *flags, str(tmp_path / "killed")]))
+    [said] = run_on_ranks(1, printed, " ".join([*TINY, *flags, str(tmp_path / "killed")]))
     assert "already trained 30 of 30 steps" in said
-
-
-def printed(config: TrainConfig) -> str:
-    with redirect_stdout(StringIO()) as output:
-        train(config)
-    return output.getvalue()
 
 
 @pytest.mark.slow

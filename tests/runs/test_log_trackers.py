@@ -2,9 +2,8 @@
 
 import json
 import sqlite3
-from contextlib import redirect_stdout
 from dataclasses import dataclass, field
-from io import BytesIO, StringIO
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from rectified_flow.errors import UsageError
 from rectified_flow.runs import config
 from rectified_flow.runs.config import TrainingConfig
-from tests.programs import program
+from tests.programs import assert_refused, program
 from tests.ranks import run_on_ranks
 
 TINY = (
@@ -108,17 +107,8 @@ def test_trackio_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch)
         TrainingConfig(log_with="trackio")
 
 
-def printed(words: list[str], variables: dict[str, str]) -> tuple[int, str]:
-    """Run train_oxford.py; returns its exit code and all that it printed."""
-    with redirect_stdout(StringIO()) as output:
-        code, errors = program("train_oxford.py", words, variables)
-    return code, errors + output.getvalue()
-
-
 def test_a_tracker_that_does_not_start_is_one_sentence(tmp_path: Path) -> None:
     """Weights & Biases has no key here."""
     words = f"{TINY} --dataset synthetic-flowers --train_num_steps 2 --output_dir {tmp_path}/run --log_with wandb"
     places = {"WANDB_DIR": str(tmp_path), "HOME": str(tmp_path), "WANDB_MODE": "online", "WANDB_API_KEY": ""}
-    [(code, text)] = run_on_ranks(1, printed, words.split(), places)
-    assert (code, text.count("--log_with wandb could not be started (")) == (2, 1), text
-    assert "could not write" not in text
+    assert_refused("train_oxford.py", 1, words, "--log_with wandb could not be started (", **places)

@@ -35,10 +35,10 @@ def save(flow: Flow, config: TrainingConfig) -> None:
     checkpoint.save(config.checkpoints, 4, {}, documents)
 
 
-def resume(flow: Flow, config: TrainingConfig) -> list[str]:
+def resume(flow: Flow, config: TrainingConfig, batch: int = 8, precision: str = "float32") -> list[str]:
     """Return the lines that are reported."""
     output = StringIO()
-    run = identify_run(config, "data", 8, "float32")
+    run = identify_run(config, "data", batch, precision)
     with redirect_stdout(output):
         path, _ = choose_checkpoint(config, run, describe(flow))
     assert path is not None
@@ -84,6 +84,11 @@ def test_changes_that_are_allowed_are_reported(tmp_path: Path) -> None:
         "note: learning_rate was 0.0003 and is now 0.0001",
         "note: max_grad_norm was 1.0 and is now 2.0",
         "note: ema_decay was 0.9999 and is now 0.99",
+    ]
+    assert resume(rectified(), TrainingConfig(output_dir=tmp_path, seed=3), 16, "bf16") == [
+        "warning: the seed was 0 and is now 3: the run changes",
+        "warning: the global batch was 8 and is now 16: the run changes",
+        "warning: the precision was float32 and is now bf16: the run changes",
     ]
 
 

@@ -17,7 +17,6 @@ INTERFACE = "eth0"
 EVERY_NAME = "".join(f"{address} {host}\n" for address, host in zip(ADDRESSES, HOSTS, strict=True))
 ENTER = """
 hostname "$0"
-if [[ $OWN_FOLDER ]]; then mount --bind "$OWN_FOLDER" "$FOLDER"; fi
 exec "$@"
 """
 
@@ -92,21 +91,13 @@ class Rig:
     def cut_cable(self) -> None:
         ip("-n", NAMESPACES[0], "link", "set", INTERFACE, "down")
 
-    def start(
-        self,
-        machine: int,
-        command: Sequence[object],
-        variables: Mapping[str, str] | None = None,
-        own_folder: tuple[Path, Path] | None = None,
-    ) -> Process:
-        """Start a command on a machine; there, the first folder of ``own_folder`` shows at the place of the second."""
+    def start(self, machine: int, command: Sequence[object], variables: Mapping[str, str] | None = None) -> Process:
+        """Start a command on a machine."""
         self._count += 1
         log = self.lab / f"{self._count:03}-{HOSTS[machine]}.log"
         given = {"OMP_NUM_THREADS": "1", "RECTIFIED_FLOW_CACHE": str(self.lab / f"cache-{machine}")}
         given |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
-        if own_folder is not None:
-            given |= {"OWN_FOLDER": str(own_folder[0]), "FOLDER": str(own_folder[1])}
-        enter = ["ip", "netns", "exec", NAMESPACES[machine], "unshare", "--uts", "--mount", "bash", "-c", ENTER]
+        enter = ["ip", "netns", "exec", NAMESPACES[machine], "unshare", "--uts", "bash", "-c", ENTER]
         with log.open("wb") as output:
             popen = subprocess.Popen(
                 [*enter, HOSTS[machine], *map(str, command)],
