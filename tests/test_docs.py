@@ -10,6 +10,7 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ from rectified_flow.data import open as catalog
 from rectified_flow.data.sources.synthetic_flowers import SyntheticFlowers
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import flag_types, parse
+from tests.patience import PATIENCE
 from tests.programs import constant_speed, program
 from tests.ranks import run_on_ranks
 
@@ -272,6 +274,15 @@ def test_nothing_on_the_page_is_unknown_to_the_code(page: Path) -> None:
 )
 def test_links_resolve(page: Path) -> None:
     assert dead_links(page.read_text(), page) == []
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
+@pages
+def test_programs_in_javascript_have_no_syntax_error(page: Path) -> None:
+    for block in blocks_of(page.read_text()):
+        if block.language == "js":
+            command = ["node", "--input-type=module", "--check"]
+            subprocess.run(command, input=block.text, text=True, check=True, timeout=PATIENCE)
 
 
 def test_the_console_commands_are_those_of_the_package() -> None:

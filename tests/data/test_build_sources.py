@@ -64,18 +64,14 @@ def test_oxford_flowers_have_their_true_names(tmp_path: Path) -> None:
     assert open_dataset("", folder, image_size=4).class_names == dataset.class_names
 
 
-def test_synthetic_flowers_are_distinct_and_repeatable() -> None:
-    flowers = SyntheticFlowers(32, count=600)
-    pictures = [np.asarray(flowers.load(index)[0]) for index in range(600)]
-    assert len({picture.tobytes() for picture in pictures}) == 600
-    assert np.array_equal(np.asarray(SyntheticFlowers(32).load(17)[0]), pictures[17])
-    assert not np.array_equal(np.asarray(SyntheticFlowers(32, seed=1).load(17)[0]), pictures[17])
-
-
-def test_synthetic_flowers_show_their_class() -> None:
+def test_synthetic_flowers_are_distinct_and_repeatable_and_show_their_class() -> None:
     """The mean picture of a class is nearer to its flowers than that of other classes."""
     flowers = SyntheticFlowers(32, count=600)
-    pictures = np.stack([np.asarray(flowers.load(index)[0], dtype=float).ravel() for index in range(600)])
+    drawn = [np.asarray(flowers.load(index)[0]) for index in range(600)]
+    assert len({picture.tobytes() for picture in drawn}) == 600
+    assert np.array_equal(np.asarray(SyntheticFlowers(32).load(17)[0]), drawn[17])
+    assert not np.array_equal(np.asarray(SyntheticFlowers(32, seed=1).load(17)[0]), drawn[17])
+    pictures = np.stack(drawn).reshape(600, -1).astype(float)
     labels = np.arange(600) % len(SPECIES)
     means = np.stack([pictures[:360][labels[:360] == label].mean(axis=0) for label in range(len(SPECIES))])
     nearest = ((pictures[360:, None] - means) ** 2).sum(axis=2).argmin(axis=1)

@@ -60,6 +60,7 @@ def test_items_and_batches(flowers: ImageDataset) -> None:
             name: values[row].tolist() for name, values in batch.items()
         }
     assert len(items) == 3
+    assert isinstance(flowers.images, np.memmap), "the memory of all processes has the pixels once"
     assert flowers[-1]["labels"] == (len(flowers) - 1) % len(SPECIES)
     assert flowers.class_names[1] == "sunflower"
     for index in (46, -47):

@@ -95,13 +95,3 @@ def test_a_flow_is_compiled_with_options_of_its_own_on_a_gpu(
     monkeypatch.setattr(Flow, "device", torch.device(device))
     RectifiedFlow(nn.Identity()).compile(**given)
     assert found == expected
-
-
-def test_a_pytorch_that_lacks_an_option_gets_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch raises an error for an unknown option."""
-    given: dict[str, Any] = {}
-    monkeypatch.setattr(torch, "compile", lambda function, **settings: given.update(settings) or function)
-    monkeypatch.setattr(torch._inductor, "list_options", lambda: [*GPU_OPTIONS][1:])
-    monkeypatch.setattr(Flow, "device", torch.device("cuda"))
-    RectifiedFlow(nn.Identity()).compile()
-    assert given["options"].keys() == {*[*GPU_OPTIONS][1:]}

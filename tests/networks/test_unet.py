@@ -7,8 +7,7 @@ from torch.func import jvp
 from torch.utils.flop_counter import FlopCounterMode
 
 from rectified_flow.condition import Labels, Number
-from rectified_flow.flows.rectified import RectifiedFlow
-from rectified_flow.networks.unet import Attention, Block, TimeEmbedding, Unet, to_device
+from rectified_flow.networks.unet import Attention, Block, TimeEmbedding, Unet
 from rectified_flow.randomness import BatchRows, deterministic
 
 
@@ -181,16 +180,3 @@ def test_weights_of_a_unet_with_other_levels(mults: tuple[int, ...], down: int, 
 def test_weights_of_a_unet_with_other_numbers_of_blocks() -> None:
     weights = small(blocks_per_level=1).state_dict()
     assert small(blocks_per_level=2, dim_mults=(1, 1, 2), attention_sides=()).align(weights) == weights
-
-
-CPU = torch.device("cpu")
-
-
-@pytest.mark.parametrize(("precision", "expected"), [("no", True), ("bf16", False)])
-def test_a_cpu_has_channels_last_in_float32_only(precision: str, expected: bool) -> None:
-    flow = to_device(RectifiedFlow(Unet(8, (1, 2), image_size=8)), CPU, precision)
-    weight = dict(flow.named_parameters())["network.down.0.conv1.weight"]
-    assert weight.is_contiguous(memory_format=torch.channels_last) == expected
-    assert weight.is_contiguous() != expected
-    images = flow.network(torch.randn(2, 3, 8, 8), torch.rand(2))
-    assert images.is_contiguous(memory_format=torch.channels_last) == expected

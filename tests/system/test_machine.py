@@ -2,8 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,8 +18,6 @@ from rectified_flow.system.machine import (
     require_disk,
     share_processors,
 )
-
-HOUSE = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
 
 
 @pytest.fixture
@@ -61,15 +57,6 @@ def test_processes_share_the_processors(
         monkeypatch.setenv(name, value)
     share_processors()
     assert (os.environ["OMP_NUM_THREADS"], os.environ.get("GOMP_SPINCOUNT")) == (threads, spin)
-
-
-def test_torch_takes_the_number_of_threads() -> None:
-    code = (
-        "import os; from rectified_flow.system.machine import processors, share_processors; share_processors();"
-        "import torch; assert torch.get_num_threads() == processors(), torch.get_num_threads()"
-    )
-    environment = {name: value for name, value in HOUSE.items() if name != "OMP_NUM_THREADS"}
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
 
 
 def test_a_full_memory_is_a_sentence() -> None:
