@@ -20,7 +20,6 @@ from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.folder import is_run
-from rectified_flow.system.artifact import is_artifact
 from rectified_flow.system.files import replace_file
 from rectified_flow.system.outputs import RECORD, claim
 
@@ -65,8 +64,8 @@ def claim_model(folder: Path) -> None:
     Raises:
         UsageError: if a file of the user's has one of these names, or ``folder`` belongs to a run or a checkpoint.
     """
-    if is_run(folder) or is_artifact(folder):
-        raise UsageError(f"--save_pretrained {folder} belongs to a run or a checkpoint: choose another folder")
+    if is_run(folder):
+        raise UsageError(f"--save_pretrained {folder} belongs to a run: choose another folder")
     claim(
         folder,
         [checkpoint.MODEL_FILE, CONFIG_FILE, PIPELINE_INDEX, PIPELINE.name, f"{PIPELINE_FOLDER}/{PIPELINE.name}"],

@@ -19,7 +19,7 @@ from rectified_flow.flows.rectified import RectifiedFlow  # noqa: F401
 from rectified_flow.networks.unet import to_device
 from rectified_flow.registry import build
 from rectified_flow.runs import checkpoint
-from rectified_flow.runs.checkpoint import FLOW_FILE, Counters, RunIdentity
+from rectified_flow.runs.checkpoint import FLOW_FILE, RunIdentity
 from rectified_flow.runs.config import CHECKPOINTS
 from rectified_flow.runs.folder import read_config
 from rectified_flow.system.artifact import read_manifest
@@ -77,8 +77,6 @@ class Trained:
     """The contents of its ``config.json``; empty if there is none."""
     run: RunIdentity | None
     """Identity of the run that wrote the checkpoint; None if the checkpoint contains weights only."""
-    counters: Counters | None
-    """The run's steps and images until then; None if the checkpoint contains weights only."""
 
     @property
     def run_folder(self) -> Path:
@@ -176,7 +174,6 @@ def read_trained(source: Path) -> Trained:
         weights="averaged weights" if checkpoint.EMA_FILE in files else "last weights",
         config=read_config(source / checkpoint.CONFIG_FILE) if checkpoint.CONFIG_FILE in files else {},
         run=None if state is None else state.run,
-        counters=state,
     )
 
 

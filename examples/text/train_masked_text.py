@@ -30,7 +30,7 @@ from rectified_flow.cli.config import ProgramConfig
 from rectified_flow.distributed import on_main
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import Flags, Positive, recorded
-from rectified_flow.runs.resume import check_start
+from rectified_flow.runs.folder import check_start
 from rectified_flow.system.pictures import Panel, draw_panels
 from token_lines import HELD_OUT_EVERY, TokenLines, open_lines, read_tokenizer
 

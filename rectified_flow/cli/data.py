@@ -204,16 +204,12 @@ def split_of(pictures: ImageDataset, data: DataConfig) -> Split | None:
     return hold_out(pictures, data.holdout, data.data_seed or 0) if data.holdout else None
 
 
-def check_classes(flow: Flow, source: object, pictures: RealData) -> None:
-    """Raise a UsageError if the flow of the checkpoint ``source`` and the pictures have different classes."""
+def check_conditions(flow: Flow, source: object, pictures: RealData) -> None:
+    """Raise a UsageError if classes or columns of the pictures are not those that the flow was trained on."""
     if flow.class_names not in ([], pictures.class_names):
         differ = f"{source} was trained on different classes than {pictures.info.source}"
         raise UsageError(f"{differ}: pass the training pictures of the checkpoint with --dataset_path")
-
-
-def check_columns(flow: Flow, source: object, pictures: ImageDataset) -> None:
-    """Raise a UsageError if a column of the pictures has other values than those that the flow was trained on."""
-    for name, column in pictures.columns.items():
+    for name, column in getattr(pictures, "columns", {}).items():
         known = flow.conditions.get(name)
         if known is None or identity_of(known) != identity_of(column.kind):
             differ = f"the column {name} of {pictures.info.source} differs from the one that {source} was trained on"

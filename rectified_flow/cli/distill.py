@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rectified_flow import randomness
 from rectified_flow.cli.config import TrainConfig
-from rectified_flow.cli.data import check_classes, check_columns, split_of
+from rectified_flow.cli.data import check_conditions, split_of
 from rectified_flow.data.build import StoreWriter, claimed, fill
 from rectified_flow.data.config import DataConfig
 from rectified_flow.data.store import RECIPE_FILE, ImageDataset, StoreDataset
@@ -148,9 +148,6 @@ def open_distilled(
         RunError: if the disk is full.
     """
     state, teacher = PartialState(), distilled.teacher
-    batch = config.run.split_batch(state.num_processes)
-    if distilled.count < batch.total:
-        raise UsageError(f"--teacher_samples {distilled.count} is fewer than one global batch ({batch}): pass more")
     stored = on_main(state, lambda: recipe_of(distilled))
     space: Space = build(stored.space if stored else checkpoint.load_document(teacher, checkpoint.FLOW_FILE)["space"])
     earlier = on_main(state, lambda: checkpoint.early_of(teacher)) if distilled.autoguidance != 1 else None
@@ -232,8 +229,7 @@ class _Generator:
         if earlier is not None:
             velocity = self._load(earlier).exact_velocity
             self.guidance = replace(self.guidance, autoguidance=recipe.autoguidance, earlier=velocity)
-        check_classes(self.teacher, recipe.source, pictures)
-        check_columns(self.teacher, recipe.source, pictures)
+        check_conditions(self.teacher, recipe.source, pictures)
         # A picture for each row, whose label and source the row gets, so that these are distributed as in the pictures.
         if self.teacher.takes_source or pictures.columns:
             self.pictures = _seen_by(pictures, data)

@@ -9,7 +9,7 @@ from tqdm.auto import tqdm
 
 from rectified_flow.cli.build import guidance_of, open_trained
 from rectified_flow.cli.config import EvaluateConfig, MeasureConfig, TrainConfig
-from rectified_flow.cli.data import check_classes, find_data, open_data, split_of
+from rectified_flow.cli.data import check_conditions, find_data, open_data, split_of
 from rectified_flow.cli.record import config_in
 from rectified_flow.data.sources import ImageSource
 from rectified_flow.data.store import ImageDataset
@@ -79,7 +79,7 @@ def evaluate(config: EvaluateConfig) -> None:
 def _check_data(trained: Trained, dataset: RealData, state: PartialState) -> None:
     """Check that all processes read one dataset that fits the flow, and warn if the run was trained on another."""
     check_equal(state, lambda: {"the number of pictures": len(dataset), "their fingerprint": dataset.fingerprint})
-    check_classes(trained.flow, trained.source, dataset)
+    check_conditions(trained.flow, trained.source, dataset)
     if (problem := trained.flow.space.misfit(dataset.space)) is not None:
         raise UsageError(f"--dataset_path {dataset.info.source} {problem}")
     # The fingerprint in a run with a teacher is that of the teacher's data, not of the pictures.

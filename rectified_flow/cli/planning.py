@@ -4,7 +4,7 @@ Flags that the user sets are never changed. The chosen flags are recorded, so a 
 """
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from math import ceil, inf
 from statistics import median
@@ -113,10 +113,10 @@ def _choose_size(config: TrainConfig, source: ImageSource, sides: Sequence[int])
     return {}
 
 
-def fixed_flags(config: TrainConfig, alternatives: Iterable[set[str]] = ALTERNATIVES) -> set[str]:
+def fixed_flags(config: TrainConfig) -> set[str]:
     """Return the names of the flags that the user has set, and of the alternatives to them."""
     fixed = set(config.given)
-    for names in alternatives:
+    for names in ALTERNATIVES:
         fixed |= names if fixed & names else set()
     return fixed | ({"time_distribution"} if name_of(config.flow.flow) else set())  # other flows may have none
 

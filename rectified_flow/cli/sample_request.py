@@ -24,6 +24,7 @@ from rectified_flow.load import Trained
 from rectified_flow.randomness import Samples, deterministic
 from rectified_flow.spaces.degradations import Mask
 from rectified_flow.spaces.space import RGB, Space
+from rectified_flow.system.files import read_lines
 from rectified_flow.system.pictures import fit, open_picture, upright_size
 from rectified_flow.system.terminal import size_text
 
@@ -166,7 +167,8 @@ def written_conditions(flags: PicturesConfig, flow: Flow, source: Path) -> dict[
     label = next((name for name, kind in kinds.items() if isinstance(kind, Labels)), "labels")
     if flags.prompts is not None:
         _kind_of(caption, kinds, source, "--prompts")
-        texts[caption] = _read_prompts(flags.prompts)
+        texts[caption] = read_lines(flags.prompts)
+        refuse({f"prompts {flags.prompts}": not texts[caption]}, "is empty: write a caption in each line")
     if flags.prompt is not None:
         _kind_of(caption, kinds, source, "--prompt")
         texts[caption] = [flags.prompt]
@@ -174,9 +176,7 @@ def written_conditions(flags: PicturesConfig, flow: Flow, source: Path) -> dict[
         texts[label] = _kind_of(label, kinds, source, "--classes").split(flags.classes)
     for option in (each for some in flags.set_ for each in some):
         name, _, text = option.partition("=")
-        if name in texts:
-            raise UsageError(f"--set {option} is the second value of {name}: separate several values by commas")
-        texts[name] = _kind_of(name, kinds, source, f"--set {option}").split(text)
+        texts[name] = [*texts.get(name, ()), *_kind_of(name, kinds, source, f"--set {option}").split(text)]
     return texts
 
 
@@ -186,17 +186,6 @@ def _kind_of(name: str, kinds: Mapping[str, WrittenCondition], source: Path, fla
         known = ", ".join(kinds) or "none; train with --condition_on"
         raise UsageError(f"{flag}: {source} was trained without such a condition; its conditions are {known}")
     return kinds[name]
-
-
-def _read_prompts(path: Path) -> list[str]:
-    """Return the lines of ``--prompts``."""
-    try:
-        prompts = [text.strip() for text in path.read_text(encoding="utf-8-sig").splitlines() if text.strip()]
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--prompts {path} cannot be read ({first_line(error)}): pass a text file") from error
-    if not prompts:
-        raise UsageError(f"--prompts {path} is empty: write a caption in each line")
-    return prompts
 
 
 def axis_of(text: str, flow: Flow, source: Path) -> tuple[str, list[str]]:
@@ -210,23 +199,19 @@ def axis_of(text: str, flow: Flow, source: Path) -> tuple[str, list[str]]:
     given = kind.split(values) if values else list(kind.examples[:MAX_CELLS])
     if not given:
         raise UsageError(f"--grid {text} needs values: pass {name}=VALUE,VALUE")
-    if len(given) > MAX_CELLS:
-        raise UsageError(f"--grid {name} has {len(given)} values, more than {MAX_CELLS}: pass fewer")
     return name, given
 
 
 def cells_of(
-    axes: Mapping[str, Sequence[str]], written: Mapping[str, Sequence[str]]
+    axes: Mapping[str, Sequence[str]], written: Mapping[str, list[str]]
 ) -> tuple[dict[str, list[str]], list[int]]:
     """Return the written conditions of each cell of the grid, row by row, and the number of its random draws."""
     if len(axes) < 2 or axes.keys() & written.keys():
         raise UsageError(f"--grid {' '.join(axes)} has one axis twice, or one that another flag sets")
-    if several := [name for name, texts in written.items() if len(texts) > 1]:
-        raise UsageError(f"--grid needs a single value of {several[0]}: make it an axis")
     cells = [*product(*axes.values())]
     values = dict(zip(axes, map(list, zip(*cells, strict=True)), strict=True))
     draws = [int(text) for text in values.pop("seed", ["0"] * len(cells))]
-    return {name: [*texts] * len(cells) for name, texts in written.items()} | values, draws
+    return {**written, **values}, draws
 
 
 def find_inputs(path: Path, space: Space) -> list[Path]:
@@ -260,8 +245,6 @@ def load_mask(path: Path, files: Sequence[Path], space: Space) -> Tensor:
         if (other := upright_size(open_picture(file))) != size:
             sizes = f"has {size_text(*size)} px, and {file} of --from_images {size_text(*other)} px"
             raise UsageError(f"--mask {path} {sizes}: pass a mask of the same size")
-    if not mask.any():
-        raise UsageError(f"--mask {path} is black: paint white what is to be generated")
     return mask[None, None]
 
 

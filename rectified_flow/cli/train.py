@@ -33,8 +33,7 @@ from rectified_flow.flows.flow_map import FlowMap, takes_interval
 from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
-from rectified_flow.runs.folder import describe_run, write_config
-from rectified_flow.runs.resume import check_start
+from rectified_flow.runs.folder import check_start, describe_run, write_config
 from rectified_flow.spaces.space import Space
 from rectified_flow.system.terminal import line, lines, size_text
 from rectified_flow.training.evaluations import EvaluationHook, HeldOutHook
@@ -88,7 +87,10 @@ def train_run(config: TrainConfig) -> bool:
     elif not has_begun:
         config = planning.with_recipe(config, found)
     if config.program.look:
-        return _look(replaced(config, {"autoencoder": ()}), found)
+        config = replaced(config, {"autoencoder": ()})
+        pictures = _open_data(config, found)
+        look(config.run.output_dir, pictures, build_space(config.data, pictures))
+        return True
 
     # All checks that need no data precede the decoding of the pictures, which can take hours.
     space = _space_of(config, found, has_begun=has_begun)
@@ -107,7 +109,8 @@ def train_run(config: TrainConfig) -> bool:
     # The flags are final.
     flow = build_flow(config, conditions, space.with_augmentation(config.data.augment))
     start_from(config.origin if distilled is None else distilled.teacher, config.run, flow)
-    state.print(lines(_summary(data) | ({"values": space.summary} if space.summary else {})))
+    summary: dict[str, object] = {"pictures": summarize_pictures(data)} if has_pictures else {"items": len(data)}
+    state.print(lines(summary | ({"values": space.summary} if space.summary else {})))
     if dry_run:
         planning.print_dry_run(config, flow, count if distilled is None else distilled.count)
         return True
@@ -120,13 +123,6 @@ def train_run(config: TrainConfig) -> bool:
     texts_of = data if distilled is not None else held_out  # distillation data have no texts for previews
     run = Trainer(flow, training, config.run, callbacks=callbacks, preview_data=texts_of, **_records(config))
     return run.train()
-
-
-def _look(config: TrainConfig, source: Any) -> bool:
-    """Print a report of the pictures, and write some as training augments them. Collective."""
-    pictures = _open_data(config, source)
-    look(config.run.output_dir, pictures, build_space(config.data, pictures))
-    return True
 
 
 def _space_of(config: TrainConfig, found: Any, *, has_begun: bool) -> Space:
@@ -185,11 +181,6 @@ def _open_data(config: TrainConfig, found: Any) -> Any:
     facts = {"the number of pictures": len(pictures), "their fingerprint": pictures.fingerprint}
     check_equal(PartialState(), lambda: facts)
     return pictures
-
-
-def _summary(data: Any) -> dict[str, str]:
-    """Return the line that describes the data in the report of the run."""
-    return {"pictures": summarize_pictures(data)} if isinstance(data, ImageDataset) else {"items": str(len(data))}
 
 
 def _open_rows(config: TrainConfig, flow: Flow, data: Any) -> Any:

@@ -117,12 +117,10 @@ class HeldOutPictures:
         seed: seed of the noise and of the choice of pictures.
 
     Attributes:
-        available: number of all held-out pictures.
-        count: number of those that are measured.
+        count: number of the held-out pictures that are measured.
     """
 
     def __init__(self, training: StoreDataset, held_out: StoreDataset, seed: int) -> None:
-        self.available = len(held_out)
         self.count = min(len(training), len(held_out), MAX_PICTURES)
         self.seed = seed
         chosen = [

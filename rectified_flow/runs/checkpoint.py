@@ -23,7 +23,6 @@ from tqdm.auto import tqdm
 from rectified_flow.distributed import any_rank, on_main
 from rectified_flow.errors import DamageError, UsageError, first_line
 from rectified_flow.runs.config import CHECKPOINTS
-from rectified_flow.runs.folder import BEST
 from rectified_flow.system.artifact import CHECKPOINT, MANIFEST, Artifact, Natural, find_damage, read_manifest, remove
 from rectified_flow.system.files import open_regular, read_bytes, read_document, reading, replace_file
 from rectified_flow.system.terminal import warn_once
@@ -83,6 +82,7 @@ MODEL_FILE, EMA_FILE = "model.safetensors", "ema.safetensors"
 CONFIG_FILE, FLOW_FILE, STATE_FILE = "config.json", "flow.json", "trainer.json"
 FLOW_FILES = (MODEL_FILE, EMA_FILE, CONFIG_FILE, FLOW_FILE, STATE_FILE)
 """Files that a trained flow is loaded from; resuming a run reads others, too."""
+BEST = "best"  # file with the name of the best checkpoint
 MISSING = "missing"  # fingerprint of a checkpoint that does not exist
 NAME = re.compile(r"step_([0-9]{8,})")
 
@@ -97,17 +97,6 @@ def step_name(step: int) -> str:
 def step_of(path: Path) -> int:
     """Return the step in the name of a checkpoint's folder."""
     return int(path.name.removeprefix("step_"))
-
-
-def list_steps(folder: Path) -> list[Path]:
-    """Return the files and folders in ``folder`` whose name is that of a step, oldest first.
-
-    Raises:
-        UsageError: if the folder may not be read.
-    """
-    with suppress(DamageError), reading(folder):  # the path may be missing or not a folder
-        return [folder / name for name in sorted(os.listdir(folder)) if NAME.fullmatch(name)]
-    return []
 
 
 def save(
@@ -216,7 +205,10 @@ def list_checkpoints(folder: Path) -> list[Path]:
     Raises:
         UsageError: if the folder may not be read.
     """
-    return [path for path in list_steps(folder) if _is_checkpoint(path)]
+    names = list[str]()
+    with suppress(DamageError), reading(folder):  # the path may be missing or not a folder
+        names = sorted(os.listdir(folder))
+    return [folder / name for name in names if NAME.fullmatch(name) and _is_checkpoint(folder / name)]
 
 
 def newest_checkpoint(folder: Path, names: Collection[str] | None = None) -> Path | None:

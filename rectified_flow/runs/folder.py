@@ -1,6 +1,11 @@
-"""A run's folder: its ``config.json`` and ``status.json``, and the locks by which one run at a time writes in it.
+"""A run's folder: its ``config.json`` and ``status.json``, its lock, and the checkpoint that a run resumes from there.
 
 ``config.json`` has the parts that a run was made of, and the flags that start it again.
+
+A resumed run comes to the same weights as one that was never stopped, to the last bit, if nothing that shapes it has
+changed. Random draws and the order of the data are functions of the seed and the step, so a checkpoint has no random
+state. A changed dataset, flow or origin would mix two runs in one folder and is refused. Another seed, global batch
+size, precision or learning rate makes the rest of the run different but sensible, so it is reported.
 """
 
 import json
@@ -10,15 +15,19 @@ import time
 import uuid
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
+from accelerate import Accelerator
 from pydantic import Field
+from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
 from rectified_flow.errors import BusyError, DamageError, UsageError, first_line
-from rectified_flow.flags import recorded
+from rectified_flow.flags import flags_in, plain, recorded, rules_of
+from rectified_flow.runs import checkpoint
+from rectified_flow.runs.checkpoint import BEST, FLOW_FILE, RunIdentity
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.system.artifact import CHECKPOINT, MANIFEST, Natural, is_artifact, owned_files
 from rectified_flow.system.files import (
@@ -31,11 +40,8 @@ from rectified_flow.system.files import (
 )
 from rectified_flow.system.outputs import claim
 
-if TYPE_CHECKING:  # the command line reads these files before torch is imported
-    from torch.utils.data import Dataset
-
 RunState = Literal["running", "finished", "interrupted", "failed"]
-LOCK_FILE, STATUS_FILE, BEST = ".lock", "status.json", "best"
+LOCK_FILE, STATUS_FILE = ".lock", "status.json"
 RUN_FILES = ("config.json", STATUS_FILE, "loss.png", "samples")
 """Files and folders that every run writes into its output folder, in addition to its logs."""
 
@@ -43,7 +49,7 @@ RUN_FILES = ("config.json", STATUS_FILE, "loss.png", "samples")
 def describe_run(
     config: TrainingConfig,
     flow: Mapping[str, Any],
-    dataset: "Dataset[Any]",
+    dataset: Dataset[Any],
     data: Mapping[str, Any] | None = None,
     flags: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
@@ -61,7 +67,6 @@ def describe_run(
         "data": dict(data or getattr(dataset, "arguments", None) or {"description": data_description(dataset)}),
         "flow": dict(flow),
         "training": recorded(config) | dict(flags or {}),
-        "items": {"training": len(dataset)},  # type: ignore[arg-type]
     }
 
 
@@ -76,7 +81,7 @@ def write_config(folder: Path, document: Mapping[str, Any]) -> None:
         replace_file(path, json.dumps(document, indent=1))
 
 
-def data_description(dataset: "Dataset[Any]") -> str:
+def data_description(dataset: Dataset[Any]) -> str:
     """Describe a dataset in a line for the user."""
     own = getattr(dataset, "description", None)
     return str(own) if own else f"{len(dataset)} items of a {type(dataset).__name__}"  # type: ignore[arg-type]
@@ -84,13 +89,13 @@ def data_description(dataset: "Dataset[Any]") -> str:
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """The contents of a ``config.json``: three blocks and the numbers of items."""
+    """The contents of a ``config.json``: three blocks, and what earlier versions wrote."""
 
     data: dict[str, Any] = field(default_factory=dict)
     flow: dict[str, Any] | None = None
     training: dict[str, Any] = field(default_factory=dict)
     items: dict[str, Natural] = field(default_factory=dict)
-    """Numbers of items of the data: ``training``, and ``held_out`` if some are."""
+    """Numbers of items of the data, in runs of earlier versions."""
     run: dict[str, Any] = field(default_factory=dict)
     """Flags of the trainer, in a run of commit c5b7768."""
     flags: dict[str, Any] = field(default_factory=dict)
@@ -198,3 +203,137 @@ def lock_folder(config: TrainingConfig, held: ExitStack) -> None:
     except BusyError:
         tqdm.write(f"waiting for another run to release {folder}")
         held.enter_context(locked(lock, busy, LOCK_TIMEOUT))
+
+
+MAY_CHANGE = (
+    *("condition_dropout", "space.horizontal_flip", "space.augmentation"),
+    *("space.autoencoder.source", "space.mean", "space.std", "space.show"),
+)
+"""Parts of a flow that may differ when a run resumes; any other makes it another run."""
+
+
+def precision_name(accelerator: Accelerator) -> str:
+    """Return the precision of a run in words."""
+    return {"no": "float32"}.get(accelerator.mixed_precision, accelerator.mixed_precision)
+
+
+def identify_run(config: TrainingConfig, dataset: str, global_batch: int, precision: str) -> RunIdentity:
+    """Return the identity of a run that begins now on the dataset with this fingerprint."""
+    origin = "new" if config.origin is None else str(config.origin.resolve())
+    return RunIdentity(dataset, config.seed, global_batch, origin, precision)
+
+
+def check_start(config: TrainingConfig, origin: Path | None = None, *, writes: bool = True) -> None:
+    """Check, before the data take hours to prepare, that the run may start whatever the data are.
+
+    Args:
+        config: the run's flags.
+        origin: a checkpoint whose weights the run starts with, if there is one.
+        writes: create the run's folders.
+
+    Raises:
+        UsageError: if the run's folders cannot be written, ``--resume never`` finds checkpoints, or ``origin`` or the
+            path of ``--resume`` does not exist.
+    """
+    if writes:
+        prepare_folders(config)
+    if not _own_checkpoints(config):
+        for path in filter(None, (origin, config.origin)):
+            checkpoint.resolve(path, names=())
+
+
+def choose_checkpoint(
+    config: TrainingConfig, run: RunIdentity, flow: Mapping[str, Any] | None
+) -> tuple[Path | None, RunIdentity]:
+    """Choose the checkpoint to load, and report each change since it was written.
+
+    Args:
+        config: the run's flags.
+        run: the identity of a run that begins now.
+        flow: the description of the flow to train, if it has one.
+
+    Returns:
+        The checkpoint, or None for a fresh start; and the identity of the run, which keeps its origin.
+
+    Raises:
+        UsageError: if resuming would mix two runs, or the path of ``--resume`` does not exist.
+    """
+    _own_checkpoints(config)
+    own = checkpoint.newest_checkpoint(config.checkpoints)
+    if own is None:
+        if config.origin is None:
+            return None, run
+        named = checkpoint.resolve(config.origin, names=None)
+        for change in _flow_changes(flow, named).values():
+            tqdm.write(f"note: {change}")
+        return named, run
+    before = checkpoint.load_state(own).run
+    places = (own, config.checkpoints, config.output_dir)
+    if run.origin not in {"new", before.origin, *(str(place.resolve()) for place in places)}:
+        raise UsageError(
+            f"{config.checkpoints} has checkpoints of a run that did not start from {config.resume}, or newer ones: "
+            "choose another --output_dir"
+        )
+    if run.dataset != before.dataset:
+        raise UsageError(
+            f"{own} was trained on other data or at another size: choose another --output_dir "
+            f"(and --resume {own} to start from its weights)"
+        )
+    for name in ("seed", "global_batch", "precision"):
+        then, now = getattr(before, name), getattr(run, name)
+        if then != now:
+            tqdm.write(f"warning: the {name.replace('_', ' ')} was {then} and is now {now}: the run changes")
+    changes = _flow_changes(flow, own)
+    for name, change in changes.items():
+        if name not in MAY_CHANGE:
+            raise UsageError(f"cannot resume from {own}: {change}; pass its flags, or choose another --output_dir")
+    for change in (changes | _flag_changes(config, own)).values():
+        tqdm.write(f"note: {change}")
+    return own, replace(run, origin=before.origin)
+
+
+def _own_checkpoints(config: TrainingConfig) -> list[Path]:
+    """Return the checkpoints in the run's folder, of which ``--resume never`` allows none."""
+    found = checkpoint.list_checkpoints(config.checkpoints)
+    if found and config.resume == "never":
+        raise UsageError(f"{config.checkpoints} already holds checkpoints: pass --resume auto, or another --output_dir")
+    return found
+
+
+def _flow_changes(flow: Mapping[str, Any] | None, path: Path) -> dict[str, str]:
+    """Compare the flow with that of a checkpoint, except for the network, which is compared with its weights."""
+    if flow is None or not (path / FLOW_FILE).exists():
+        return {}
+    then = checkpoint.load_document(path, FLOW_FILE)
+    return _changes(_compared_parts(then), _compared_parts(flow))
+
+
+def _compared_parts(flow: Mapping[str, Any]) -> dict[str, Any]:
+    parts = {name: value for name, value in flow.items() if name not in ("kind", "network")}
+    values = flat({"flow": flow.get("kind"), **parts})
+    values.pop("space.shape", None)  # learned from the data
+    return values
+
+
+def _flag_changes(config: TrainingConfig, path: Path) -> dict[str, str]:
+    """Compare the flags that shape the training with those of a checkpoint."""
+    known, given = flags_in(read_config(path / checkpoint.CONFIG_FILE)), plain(config)
+    names = [name for name, rule in rules_of(TrainingConfig).items() if rule.shapes_training and name in known]
+    return _changes({name: known[name] for name in names}, {name: given[name] for name in names})
+
+
+def _changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
+    """Return a description of each changed value. An option that an older version lacked counts as off."""
+    return {
+        name: f"{name} was {then.get(name)} and is now {now.get(name)}"
+        for name in dict.fromkeys([*then, *now])
+        if then.get(name) != now.get(name) and (then.get(name) or now.get(name))
+    }
+
+
+def flat(description: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of a nested description by dotted name."""
+    values: dict[str, Any] = {}
+    for name, value in description.items():
+        values |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return values

@@ -18,12 +18,10 @@ from rectified_flow.distributed import check_equal, check_shared, on_main
 from rectified_flow.errors import RunError, UsageError, first_line
 from rectified_flow.flags import plain
 from rectified_flow.registry import describe
-from rectified_flow.runs import checkpoint
+from rectified_flow.runs import checkpoint, folder
 from rectified_flow.runs.checkpoint import CONFIG_FILE, FLOW_FILE, STATE_FILE, TrainerFile, step_name
 from rectified_flow.runs.config import TrainingConfig
-from rectified_flow.runs.folder import RunState, describe_run, lock_folder, write_config, write_failure, write_status
 from rectified_flow.runs.log import RunLog
-from rectified_flow.runs.resume import choose_checkpoint, flat, identify_run, precision_name
 from rectified_flow.system.files import writing
 from rectified_flow.system.terminal import Silent, line
 
@@ -103,8 +101,8 @@ class BackgroundSaver:
         try:
             return write(tensors)
         except Exception as error:  # a full disk is an OSError in one library and a SafetensorError in another
-            folder = self.config.checkpoints
-            tqdm.write(f"warning: could not save step {step} to {folder} ({error}); the previous checkpoint is kept")
+            place = self.config.checkpoints
+            tqdm.write(f"warning: could not save step {step} to {place} ({error}); the previous checkpoint is kept")
             self._problem = first_line(error)
             return None
 
@@ -140,7 +138,7 @@ class Run:
         except UsageError as error:  # a part is not registered
             self._undescribed = error
         description = self.flow_description or {"description": type(flow).__name__}
-        self.document = describe_run(config, description, dataset, data, flags)
+        self.document = folder.describe_run(config, description, dataset, data, flags)
         self.log, self.saver = cast(RunLog, Silent()), cast(BackgroundSaver, Silent())
 
     def print(self, text: str) -> None:
@@ -160,7 +158,7 @@ class Run:
                 "the number of items": self.length,
                 "the fingerprint of the dataset": self.fingerprint,
                 **{f"--{name}": value for name, value in plain(self.config, paths=False).items()},
-                **flat(self.flow_description or {}),
+                **folder.flat(self.flow_description or {}),
             },
         )
 
@@ -171,9 +169,9 @@ class Run:
             UsageError: if resuming would mix two runs.
         """
         batch = self.config.split_batch(self.accelerator.num_processes)
-        run = identify_run(self.config, self.fingerprint, batch.total, precision_name(self.accelerator))
+        run = folder.identify_run(self.config, self.fingerprint, batch.total, folder.precision_name(self.accelerator))
         path, self.identity = on_main(
-            self.accelerator, lambda: choose_checkpoint(self.config, run, self.flow_description)
+            self.accelerator, lambda: folder.choose_checkpoint(self.config, run, self.flow_description)
         )
         return path
 
@@ -185,12 +183,12 @@ class Run:
             UsageError: if a folder cannot be written, the processes do not share it, or another run holds it.
         """
         with ExitStack() as held:
-            on_main(self.accelerator, lambda: lock_folder(self.config, held))
+            on_main(self.accelerator, lambda: folder.lock_folder(self.config, held))
             check_shared(self.accelerator, self.config.output_dir)
             try:
                 yield
             except BaseException as error:
-                write_failure(self.config.output_dir, error, *self.progress())
+                folder.write_failure(self.config.output_dir, error, *self.progress())
                 raise
 
     @contextmanager
@@ -207,7 +205,7 @@ class Run:
         step = self.progress()[0]
         run_id = self.write_status(running=True)
         checkpoint.set_aside(self.config.checkpoints)
-        write_config(self.config.output_dir, self.document)
+        folder.write_config(self.config.output_dir, self.document)
         self.log = RunLog(self.accelerator, self.config.output_dir, step)
         self.saver = BackgroundSaver(self.config)
         self.log.start_trackers(self.document, run_id)
@@ -230,11 +228,11 @@ class Run:
             documents = {CONFIG_FILE: self.document, STATE_FILE: asdict(TrainerFile(**counters, run=self.identity))}
             if self.flow_description is not None:
                 documents[FLOW_FILE] = self.flow_description
-            folder, keep, total_steps = self.config.checkpoints, self.config.keep_checkpoints, self.progress()[1]
+            place, keep, total_steps = self.config.checkpoints, self.config.keep_checkpoints, self.progress()[1]
 
             def write(copies: Tensors) -> Path:
                 self.log.draw_loss()
-                path = checkpoint.save(folder, step, copies, documents, best=best)
+                path = checkpoint.save(place, step, copies, documents, best=best)
                 if counters["bad_in_a_row"] == 0:  # otherwise the weights may be faulty
                     checkpoint.prune(path, keep, total_steps)
                 return path
@@ -262,5 +260,5 @@ class Run:
     def write_status(self, *, running: bool = False) -> str:
         """Write the state of the run, and return its name in trackers. Main process only."""
         step, total_steps = self.progress()
-        ended: RunState = "finished" if step >= total_steps else "interrupted"
-        return write_status(self.config.output_dir, "running" if running else ended, step, total_steps)
+        ended: folder.RunState = "finished" if step >= total_steps else "interrupted"
+        return folder.write_status(self.config.output_dir, "running" if running else ended, step, total_steps)

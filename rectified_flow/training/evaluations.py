@@ -16,7 +16,6 @@ from rectified_flow.evaluation.evaluator import Evaluator
 from rectified_flow.evaluation.heldout import HeldOutLoss, HeldOutPictures, judge
 from rectified_flow.flows.flow import Flow
 from rectified_flow.runs import checkpoint
-from rectified_flow.runs.folder import BEST
 from rectified_flow.system.files import check_document
 from rectified_flow.system.pictures import Panel, draw_panels
 from rectified_flow.system.signals import Interrupted
@@ -196,10 +195,6 @@ class HeldOutHook(Measurement):
         self.pictures, self.stops = pictures, stops
         self._has_warned = False
 
-    def on_setup(self, trainer: Trainer) -> None:
-        """Record the number of held-out pictures in the run's ``config.json``."""
-        trainer.run.document["items"]["held_out"] = self.pictures.available
-
     def measure(self, trainer: Trainer, numbers: list[int]) -> Tensor:
         """Return the loss of some pictures, ``[n]``."""
         return self.pictures.losses(_averaged(trainer), numbers)
@@ -262,4 +257,4 @@ def _mark_best(trainer: Trainer, step: int) -> str:
         return f"The checkpoint of step {step} was not kept"
     with suppress(OSError):  # a full disk does not stop the run
         checkpoint.mark_best(path)
-    return f"{folder / BEST} is the checkpoint of step {step}, but the last one may generate better samples"
+    return f"{folder / checkpoint.BEST} is the checkpoint of step {step}, but the last one may generate better samples"

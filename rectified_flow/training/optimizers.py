@@ -28,11 +28,9 @@ def trained_parameters(flow: nn.Module) -> dict[str, nn.Parameter]:
     """Return the trained parameters by name.
 
     Raises:
-        UsageError: if no parameter is trained, or a trained parameter has less than 32 bits.
+        UsageError: if a trained parameter has less than 32 bits.
     """
     parameters = {name: p for name, p in flow.named_parameters() if p.requires_grad}
-    if not parameters:
-        raise UsageError("every parameter of the flow is frozen, so there is nothing to train")
     for name, parameter in parameters.items():
         if parameter.element_size() < torch.float32.itemsize:
             raise UsageError(

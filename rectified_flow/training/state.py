@@ -31,7 +31,7 @@ def constant_average(flow: nn.Module, decay: float) -> EMA:
     """Build the moving average of ``flow``, whose own counters are on the CPU: reading them waits for no device."""
     ema = EMA(
         flow,
-        _copy(flow),
+        deepcopy(flow, {id(p): p for p in flow.parameters() if not p.requires_grad}),
         beta=decay,
         update_every=1,
         update_after_step=0,
@@ -41,11 +41,6 @@ def constant_average(flow: nn.Module, decay: float) -> EMA:
     )
     ema.ema_model.eval()
     return ema
-
-
-def _copy(module: nn.Module) -> nn.Module:
-    """Copy ``module``, with its frozen parameters shared."""
-    return deepcopy(module, {id(p): p for p in module.parameters() if not p.requires_grad})
 
 
 class TrainingState(checkpoint.Counters):

@@ -125,8 +125,6 @@ class Trainer:
         self.device = self.accelerator.device
         self.batch = config.split_batch(self.accelerator.num_processes)
         self.length = len(dataset)  # type: ignore[arg-type]
-        if self.length <= 0:
-            raise UsageError("the dataset is empty")
         self.total_steps = config.total_steps(self.batch, self.length)
         parameters = trained_parameters(flow)
         to_device(flow, self.device, self.accelerator.mixed_precision)

@@ -13,8 +13,7 @@ from rectified_flow.flows.times import LogitNormal, Uniform
 from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.checkpoint import CONFIG_FILE, FLOW_FILE, STATE_FILE, TrainerFile
-from rectified_flow.runs.folder import describe_run
-from rectified_flow.runs.resume import choose_checkpoint, identify_run
+from rectified_flow.runs.folder import choose_checkpoint, describe_run, identify_run
 
 
 def unet() -> Unet:
