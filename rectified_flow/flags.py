@@ -39,16 +39,6 @@ Strength = Annotated[float, Gt(0), Le(1)]
 _PART = tyro.conf.arg(metavar="[NAME] [KEY=VALUE ...]")
 Part = Annotated[tuple[str, ...], _PART]
 """Name of a registered class or function, and its arguments, whose values are JSON or strings."""
-IN_WORDS = {
-    "greater than or equal to": "at least",
-    "less than or equal to": "at most",
-    "greater than": "above",
-    "less than": "below",
-    " after validation": "",
-}
-"""Words of pydantic's messages, and those of the error sentences here."""
-
-
 FORMER_FLAGS = {
     "reflow_from": "teacher",
     "reflow_pairs": "teacher_samples",
@@ -356,8 +346,6 @@ def _validated(name: str, candidates: Sequence[Any], hint: Any) -> Any:
         else:
             return usable_path(name, value) if isinstance(value, Path) else value
     requirement = problem["msg"].partition(" should ")[2] or problem["msg"]
-    for theirs, ours in IN_WORDS.items():
-        requirement = requirement.replace(theirs, ours)
     raise UsageError(f"{name} is {str(problem['input'])[:LONGEST]}; it must {requirement}")
 
 

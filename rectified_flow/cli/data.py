@@ -10,14 +10,7 @@ from torch.utils.data import Dataset
 from rectified_flow.condition import ConditionSpecs, WrittenCondition
 from rectified_flow.data.config import ColumnConfig, DataConfig, RunData, SourceConfig
 from rectified_flow.data.metadata import Column, choose_columns, identity_of
-from rectified_flow.data.open import (
-    find_source,
-    open_dataset,
-    open_images,
-    read_table,
-    reader_of,
-    space_of_folder,
-)
+from rectified_flow.data.open import find_source, open_dataset, open_images, read_table, reader_of, space_of_folder
 from rectified_flow.data.sources import ImageSource
 from rectified_flow.data.store import ImageDataset, pair_by_name
 from rectified_flow.data.stream import Batches

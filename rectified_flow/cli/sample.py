@@ -31,7 +31,6 @@ from rectified_flow.system.files import locked, prepare_folder, replace_file, wr
 from rectified_flow.system.machine import require_disk
 from rectified_flow.system.outputs import claim, write_output
 from rectified_flow.system.pictures import (
-    Legend,
     encode_picture,
     open_picture,
     over_white,
@@ -250,12 +249,12 @@ def _reversed(
 
 def _write_sheets(flow: Flow, outputs: Outputs, flags: PicturesConfig) -> dict[str, object]:
     """Write the grid of all samples, and the trajectories of the first ones; return lines on all files."""
-    request, space, last, texts = outputs.request, flow.space, len(outputs.request.names) - 1, dict[str, object]()
+    space, last, texts = flow.space, len(outputs.request.names) - 1, dict[str, object]()
     if flags.path != "none":
         shown = range(min(PATH_PICTURES, last + 1))
         texts["path"] = _write_path(outputs.folder / PATH_FILES[flags.path], flow, shown, outputs)
     # Other processes wrote most of the samples, so the grid reads them back.
-    grid = _grid_of([outputs.picture(number) for number in range(last + 1)], request, flags.variants, space.legend)
+    grid = _grid_of(outputs, flags.variants)
     texts["grid"] = write_picture(outputs.folder / GRID_FILE, grid, **outputs.metadata())
     if space.suffix is not None:
         texts["values"] = f"{outputs.values(0)} to {outputs.values(last).name}"
@@ -278,8 +277,10 @@ def _write_path(file: Path, flow: Flow, numbers: range, outputs: Outputs) -> Pat
     return write_picture(file, to_grid(strip.flatten(0, 1), columns=len(stops)), **outputs.metadata())
 
 
-def _grid_of(files: Sequence[Path], request: SampleRequest, variants: int, legend: Legend | None) -> Any:
+def _grid_of(outputs: Outputs, variants: int) -> Any:
     """Return a grid of results. Results of --from_images follow their picture, and conditions are written below."""
+    request, legend = outputs.request, outputs.space.legend
+    files = [outputs.picture(number) for number in range(len(request.names))]
     if request.shown is not None:
         count, across = len(files) // variants, 1 + variants
         rows = range(min(count, max(1, GRID_PICTURES // across)))

@@ -30,14 +30,7 @@ from rectified_flow.runs import checkpoint
 from rectified_flow.runs.checkpoint import BEST, FLOW_FILE, RunIdentity
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.system.artifact import CHECKPOINT, MANIFEST, Natural, is_artifact, owned_files
-from rectified_flow.system.files import (
-    LOCK_TIMEOUT,
-    locked,
-    prepare_folder,
-    read_document,
-    replace_file,
-    writing,
-)
+from rectified_flow.system.files import LOCK_TIMEOUT, locked, prepare_folder, read_document, replace_file, writing
 from rectified_flow.system.outputs import claim
 
 RunState = Literal["running", "finished", "interrupted", "failed"]

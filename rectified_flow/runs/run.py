@@ -43,12 +43,7 @@ class BackgroundSaver:
         """The reason why the last step was not saved; empty if it was saved."""
         self._copies: dict[tuple[str, str], Tensor] = {}
 
-    def save(
-        self,
-        step: int,
-        tensors: Tensors,
-        write: Callable[[Tensors], Path],
-    ) -> None:
+    def save(self, step: int, tensors: Tensors, write: Callable[[Tensors], Path]) -> None:
         """Copy the tensors, and call ``write`` with the copies in the background.
 
         If the disk is still busy with the previous checkpoint after half of the run's rank timeout, this one is left

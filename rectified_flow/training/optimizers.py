@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rectified_flow.errors import UsageError
 from rectified_flow.flags import choose
 from rectified_flow.registry import register
 from rectified_flow.runs.config import TrainingConfig
@@ -22,23 +21,6 @@ parameters, and may consist of tensors, numbers and None.
 """
 LrSchedule = Callable[[int, int], float]
 """The factor of the learning rates at the update after ``updates`` updates, in a run of ``total`` of them."""
-
-
-def trained_parameters(flow: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the trained parameters by name.
-
-    Raises:
-        UsageError: if a trained parameter has less than 32 bits.
-    """
-    parameters = {name: p for name, p in flow.named_parameters() if p.requires_grad}
-    for name, parameter in parameters.items():
-        if parameter.element_size() < torch.float32.itemsize:
-            raise UsageError(
-                f"{name} would be trained in {str(parameter.dtype).removeprefix('torch.')}, in which small updates are "
-                "lost: convert trained parameters with .float() (--mixed_precision bf16 still computes in bfloat16), "
-                "or freeze it"
-            )
-    return parameters
 
 
 @register(role="optimizer")

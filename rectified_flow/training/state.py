@@ -27,6 +27,23 @@ LARGEST_WEIGHT = 1e6
 COUNTERS = [field.name for field in fields(checkpoint.Counters)]
 
 
+def trained_parameters(flow: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the trained parameters by name.
+
+    Raises:
+        UsageError: if a trained parameter has less than 32 bits.
+    """
+    parameters = {name: p for name, p in flow.named_parameters() if p.requires_grad}
+    for name, parameter in parameters.items():
+        if parameter.element_size() < torch.float32.itemsize:
+            raise UsageError(
+                f"{name} would be trained in {str(parameter.dtype).removeprefix('torch.')}, in which small updates are "
+                "lost: convert trained parameters with .float() (--mixed_precision bf16 still computes in bfloat16), "
+                "or freeze it"
+            )
+    return parameters
+
+
 def constant_average(flow: nn.Module, decay: float) -> EMA:
     """Build the moving average of ``flow``, whose own counters are on the CPU: reading them waits for no device."""
     ema = EMA(

@@ -15,16 +15,8 @@ from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulation
 from torch import nn
 from torch.utils.data import Dataset
 
+from rectified_flow import distributed
 from rectified_flow.data.stream import Batch, Batches, StreamSampler, image_indices
-from rectified_flow.distributed import (
-    STARTUP_TIMEOUT,
-    any_rank,
-    check_equal_weights,
-    gather_scalars,
-    join_processes,
-    on_main,
-    set_collective_timeout,
-)
 from rectified_flow.errors import UsageError
 from rectified_flow.flows.flow import Flow
 from rectified_flow.networks.unet import to_device
@@ -35,16 +27,10 @@ from rectified_flow.runs.run import Run
 from rectified_flow.system.signals import defer_signals, stop_requested
 from rectified_flow.system.terminal import line, progress_bar
 from rectified_flow.training.loader import checked, explain_loader_errors, load, paired
-from rectified_flow.training.optimizers import (
-    BuildOptimizer,
-    LrSchedule,
-    build_schedule,
-    find_optimizer,
-    trained_parameters,
-)
+from rectified_flow.training.optimizers import BuildOptimizer, LrSchedule, build_schedule, find_optimizer
 from rectified_flow.training.preview import draw_preview
 from rectified_flow.training.speed import Throughput, items_of, summarize
-from rectified_flow.training.state import TrainingState, constant_average
+from rectified_flow.training.state import TrainingState, constant_average, trained_parameters
 from rectified_flow.training.stepper import Stepper, moved
 
 
@@ -195,7 +181,7 @@ class Trainer:
                     f"already trained {self.state.step} of {self.total_steps} steps ({path}); to continue, raise "
                     "--train_num_steps or --num_epochs, or pass for example --budget +30m"
                 )
-                on_main(self.accelerator, self.run.write_status)
+                distributed.on_main(self.accelerator, self.run.write_status)
                 return True
             with explain_loader_errors(), self.run.opened():
                 batches = self._start(path)
@@ -219,7 +205,7 @@ class Trainer:
                             if self.is_due(self.config.sample_every):
                                 self.preview()
                         # The vote waits for the slowest rank, and this wait counts towards the throughput.
-                        if any_rank(self.accelerator, stop_requested() is not None):
+                        if distributed.any_rank(self.accelerator, stop_requested() is not None):
                             break
                 self._finish()
         return self.state.step == self.total_steps
@@ -273,14 +259,14 @@ class Trainer:
         """
         if self.accelerator.num_processes == 1:
             return batches
-        check_equal_weights(self.accelerator, self.flow.parameters())
+        distributed.check_equal_weights(self.accelerator, self.flow.parameters())
         # A forward pass may change buffers, such as running means.
         first, buffers = next(batches), [buffer.clone() for buffer in self.flow.buffers()]
         self.stepper.forward_backward(first, self.batch.accumulation - 1)
         self.state.optimizer.zero_grad()
         for buffer, before in zip(self.flow.buffers(), buffers, strict=True):
             buffer.copy_(before)
-        set_collective_timeout(self.config.rank_timeout)
+        distributed.set_collective_timeout(self.config.rank_timeout)
         return chain([first], batches)
 
     # At intervals
@@ -290,7 +276,7 @@ class Trainer:
         self.stepper.finish_pending()
         state = self.state
         state.require_sound()
-        by_rank = gather_scalars(self.accelerator, state.sums)
+        by_rank = distributed.gather_scalars(self.accelerator, state.sums)
         means = {name: fmean(sums) / state.summands for name, sums in by_rank.items()}
         state.sums, state.summands = {}, 0
         rate = self.throughput.restart(state.images_seen)
@@ -330,11 +316,11 @@ class Trainer:
 
     def _save(self) -> None:
         self.stepper.finish_pending()
-        check_equal_weights(self.accelerator, self.state.parameters.values())
+        distributed.check_equal_weights(self.accelerator, self.state.parameters.values())
         self.state.require_sound()
         state, best = self.state, self._is_best
         self._is_best = False
-        counters = state.counters(gather_scalars(self.accelerator, state.sums))
+        counters = state.counters(distributed.gather_scalars(self.accelerator, state.sums))
         self._saved = self.run.save(state.step, state.tensors(), counters, best=best)
         for callback in self.callbacks:
             callback.on_checkpoint(self, self._saved)
@@ -343,8 +329,9 @@ class Trainer:
         """Save the last step, wait for the disk, and report where everything is."""
         if self._saved is None:
             self._save()
-        set_collective_timeout(STARTUP_TIMEOUT.total_seconds())  # others wait while the main one writes
-        on_main(self.accelerator, self.run.finish)
+        # The others wait while the main process writes.
+        distributed.set_collective_timeout(distributed.STARTUP_TIMEOUT.total_seconds())
+        distributed.on_main(self.accelerator, self.run.finish)
         for callback in self.callbacks:
             callback.on_end(self)
 
@@ -375,7 +362,7 @@ def build_accelerator(config: TrainingConfig) -> Accelerator:
     Raises:
         UsageError: if the precision is unavailable, or the processes cannot join.
     """
-    state = join_processes()
+    state = distributed.join_processes()
     return Accelerator(
         mixed_precision=choose_precision(config, state.device),
         log_with=None if config.log_with == "none" else config.log_with,

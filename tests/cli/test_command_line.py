@@ -268,7 +268,7 @@ def test_a_run_does_not_write_into_its_own_pictures(
         ("--network blocks_per_level=x", "--network blocks_per_level is x; it must be a valid integer"),
         (f"--network blocks_per_level={'9' * 5000}", "--network blocks_per_level is 9999"),
         (f"--network blocks_per_level={'[' * 5000}", "--network blocks_per_level is [[[["),
-        ("--flow condition_dropout=2", "--flow condition_dropout is 2; it must be at most 1"),
+        ("--flow condition_dropout=2", "--flow condition_dropout is 2; it must be less than or equal to 1"),
         ("--flow Unet", "--flow Unet is not registered"),
         ("--space Sphere", "--space Sphere is not registered: choose "),
         ("--time_distribution stdev=1", "--time_distribution stdev=1: LogitNormal takes KEY=VALUE with the keys mean,"),

@@ -136,7 +136,7 @@ REFUSALS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("--classes a,bb", "labels: bb does not exist: pass names (perhaps b?), or numbers up to 1\n"),
         ("--classes 2", "labels: 2 does not exist: pass names, like a, b, or numbers up to 1\n"),
         ("--license mit", "--license needs --save_pretrained: pass both"),
-        ("--num_samples 1000000000000000", "--num_samples is 1000000000000000; it must be at most"),
+        ("--num_samples 1000000000000000", "--num_samples is 1000000000000000; it must be less than or equal to"),
         ("--strength 0.5", "--strength needs --from_images: pass both"),
         ("--autoguidance 2 --reverse --from_images {tmp}", "--reverse and --autoguidance exclude each other"),
         ("--guidance_interval 0.2 0.8", "--guidance_interval needs --guidance_scale or"),
