@@ -275,7 +275,7 @@ def encode_field(values: Array, how: FieldFormat) -> bytes:
     Raises:
         UsageError: if a package is missing.
     """
-    array = _as_type(values, np.dtype(how.dtype))
+    array = as_type(values, np.dtype(how.dtype))
     array = array[0] if how.two_dimensional else np.moveaxis(array, 0, 2) if how.channels_last else array
     array, content = np.ascontiguousarray(array), BytesIO()
     match how.suffix:
@@ -301,7 +301,7 @@ def encode_field(values: Array, how: FieldFormat) -> bytes:
     return content.getvalue()
 
 
-def _as_type(values: Array, dtype: np.dtype[Any]) -> Array:
+def as_type(values: Array, dtype: np.dtype[Any]) -> Array:
     """Return values of another type, the nearest in its range."""
     exact = values.astype(np.float64)
     if dtype.kind == "f":

@@ -16,7 +16,7 @@ from rectified_flow import randomness
 from rectified_flow.condition import AugmentationLabels, ConditionSpecs, Values, as_number
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import choose_named
-from rectified_flow.measurements.files import Array, FieldFormat, encode_field, fit_field, read_field
+from rectified_flow.measurements.files import Array, FieldFormat, as_type, encode_field, fit_field, read_field
 from rectified_flow.registry import describe, register
 from rectified_flow.spaces.augmentation import NUMBERS, augmented
 from rectified_flow.spaces.pixels import cropped, mirrored
@@ -304,10 +304,6 @@ class Fields(Space):
         _, height, width = self.shape
         return torch.from_numpy(fit_field(values, (width, height)).astype(np.float32))
 
-    def from_pictures(self, pictures: Tensor) -> Tensor:
-        """Return fields as they are."""
-        return pictures
-
     def write(self, datum: Tensor) -> bytes:
         """Return the file of a field in the format of the data."""
         return encode_field(datum.numpy(), FieldFormat(**self.files))
@@ -333,13 +329,8 @@ class Fields(Space):
         return f"{self.dtype}, {ranges}, {type(self.transform).__name__.lower()}{unknown}"
 
     def to_stored(self, x: Tensor) -> Tensor:
-        """Return fields of the stored type; integers are rounded and clipped to the range of the type."""
-        kind: torch.dtype = getattr(torch, self.dtype)
-        values = self.decode(x)
-        if kind.is_floating_point:
-            return values.to(kind)
-        limits = torch.iinfo(kind)
-        return values.round().clamp(limits.min, limits.max).to(torch.int64).to(kind)
+        """Return fields of the stored type, clipped to its range; integers are rounded."""
+        return torch.from_numpy(as_type(self.decode(x).cpu().numpy(), np.dtype(self.dtype))).to(x.device)
 
     def render(self, data: Tensor) -> Tensor:
         """Render three channels as red, green and blue, or one in a colour map that marks values out of its range."""

@@ -75,10 +75,6 @@ class Pixels(Space):
         """Render RGBA pictures with their transparency, others as :meth:`render`."""
         return _to_uint8(data) if data.shape[1] == RGBA else self.render(data)
 
-    def from_pictures(self, pictures: Tensor) -> Tensor:
-        """Return the pictures as they are."""
-        return pictures
-
     def on_page(self) -> None:
         """Return None."""
 

@@ -149,12 +149,8 @@ class Space(ABC):
         return self.render(data)
 
     def from_pictures(self, pictures: Tensor) -> Tensor:
-        """Convert pictures of :attr:`picture_shape`, uint8 ``[b, c, h, w]``, to data that a dataset might store.
-
-        Raises:
-            UsageError: if the space is of other data.
-        """
-        raise UsageError(f"{type(self).__name__} are no pictures")
+        """Convert pictures of :attr:`picture_shape`, or what :meth:`read` reads, to data that a dataset might store."""
+        return pictures
 
     def read(self, file: Path) -> Tensor:
         """Read a file ``[c, h, w]`` of one of the :attr:`input_suffixes`, which :meth:`from_pictures` takes.

@@ -15,7 +15,14 @@ from rectified_flow.data.store import StoreDataset
 from rectified_flow.errors import UsageError
 from rectified_flow.registry import register
 from rectified_flow.system.terminal import line
-from rectified_flow.text.encoders import TEXTS_AT_ONCE, BagOfWords, PretrainedTextEncoder, TextEncoder
+from rectified_flow.text.encoders import (
+    MAX_BYTES,
+    TEXTS_AT_ONCE,
+    BagOfWords,
+    EncoderProgram,
+    PretrainedTextEncoder,
+    TextEncoder,
+)
 
 EXAMPLES = 16  # number of training captions that are kept as examples
 CAPTIONS_VERSION = 1  # version of the store of encoded captions
@@ -138,10 +145,20 @@ class Caption(WrittenCondition):
         return {"kind": "caption", **sizes, "encoder": self.encoder.exported()}
 
     def companion(self, *, is_page: bool) -> Any:
-        """Return the program of the text encoder, for which see :class:`EncoderProgram`; None for a bag of words."""
-        from rectified_flow.text.program import program_of
+        """Return the program of the text encoder, for which see :class:`EncoderProgram`; None for a bag of words.
 
-        return program_of(self, is_page=is_page)
+        Raises:
+            UsageError: if it is too large for a file, or the page cannot run it.
+        """
+        encoder = self.encoder
+        if is_page and encoder.exported() is None:
+            raise UsageError(f"--format page cannot run the text encoder {encoder.name}: pass --format onnx")
+        if not isinstance(encoder, PretrainedTextEncoder):
+            return None
+        size = sum(parameter.numel() * 4 for parameter in encoder.parts[1].parameters())
+        if size > MAX_BYTES:
+            raise UsageError(f"the text encoder {encoder.name} has {size / 1e9:.1f} GB, too many for one file in ONNX")
+        return EncoderProgram(encoder, self.examples)
 
     def embedding(self, dim: int) -> nn.Module:
         """Return a module that embeds the vector of a text as ``[b, dim]``."""

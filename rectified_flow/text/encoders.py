@@ -1,9 +1,11 @@
 """Frozen text encoders, which turn texts into vectors."""
 
+import json
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
 from typing import Any
@@ -17,6 +19,7 @@ from rectified_flow.registry import register
 
 MAX_WORDS = 4096
 TEXTS_AT_ONCE = 64
+MAX_BYTES = 2_000_000_000  # of the weights of an exported encoder in float32: a file in ONNX has less than 2 GiB
 TEXT_FILE, TOKENIZER_FILE = "text_encoder.onnx", "tokenizer.json"  # names of the files of an exported encoder
 
 
@@ -216,3 +219,62 @@ def _load(source: str) -> tuple[Any, Any]:
             f"--text_encoder {source} cannot be loaded as a text encoder ({first_line(error)}): pass the folder or hub "
             "id of one, such as a sentence model"
         ) from error
+
+
+@dataclass(frozen=True)
+class EncoderProgram:
+    """The files of a text encoder beside an exported flow."""
+
+    encoder: PretrainedTextEncoder
+    texts: Sequence[str]
+    """Texts to compare the program with the encoder."""
+
+    files = (TEXT_FILE, TOKENIZER_FILE)
+
+    @torch.no_grad()
+    def write(self, in_half: bool) -> tuple[dict[str, bytes], float]:
+        """Return the contents of the files, and the difference of the program from the encoder.
+
+        Args:
+            in_half: store matrices in float16.
+
+        Raises:
+            RunError: if the difference is above the tolerance.
+        """
+        from torch.export import Dim
+
+        from rectified_flow.cli.export import check_program, load_program, to_onnx
+
+        encoder = self.encoder
+        sizes = {0: Dim("batch"), 1: Dim("tokens", max=encoder.most_tokens)}
+        inputs = encoder.tokenize([*self.texts, ""])  # a single row would fix the batch size
+        content = to_onnx(TextCall(encoder), inputs, sizes, in_half=in_half)
+        run, pairs = load_program(content), []
+        for given in (inputs, encoder.tokenize(self.texts[:1])):
+            known = given["attention_mask"].bool()[..., None]
+            for found, expected in zip(run(given), encoder.vectors(**given), strict=True):
+                rows = known if found.ndim == known.ndim else known.any(dim=1)  # padding is not used
+                pairs.append((found.masked_fill(~rows, 0), expected.masked_fill(~rows, 0)))
+        files = {TEXT_FILE: content, TOKENIZER_FILE: _tokenizer_file(encoder)}
+        return files, check_program(pairs, "text encoder", in_half)
+
+
+class TextCall(nn.Module):
+    """The vectors of texts and their hidden states, see :meth:`PretrainedTextEncoder.vectors`."""
+
+    def __init__(self, encoder: PretrainedTextEncoder) -> None:
+        super().__init__()
+        self.encoder, self.module = encoder, encoder.parts[1]
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Return float32 ``[b, size]`` and ``[b, n, size]`` of int64 ``[b, n]``."""
+        return self.encoder.vectors(input_ids, attention_mask)
+
+
+def _tokenizer_file(encoder: PretrainedTextEncoder) -> bytes:
+    """Return the contents of ``tokenizer.json``, without the padding and truncation of the latest call."""
+    backend = getattr(encoder.parts[0], "backend_tokenizer", None)
+    if backend is None:
+        raise UsageError(f"the text encoder {encoder.name} has no {TOKENIZER_FILE}, so it cannot be exported")
+    document = json.loads(backend.to_str()) | {"padding": None, "truncation": None}
+    return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()

@@ -72,9 +72,6 @@ class Spectrograms(Space):
     def read(self, file: Path) -> Tensor:
         return self.spectrogram(read_sound(file))
 
-    def from_pictures(self, pictures: Tensor) -> Tensor:
-        return pictures
-
     def write(self, datum: Tensor) -> bytes:
         sound, content = self.sound(datum).clamp(-1, 1) * 32767, BytesIO()
         with wave.open(content, "wb") as file:
