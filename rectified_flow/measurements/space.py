@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from rectified_flow import randomness
-from rectified_flow.condition import AugmentationLabels, ConditionSpecs, Values, as_number
+from rectified_flow.condition import Values, as_number
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import choose_named
 from rectified_flow.measurements.files import Array, FieldFormat, as_type, encode_field, fit_field, read_field
 from rectified_flow.registry import describe, register
-from rectified_flow.spaces.augmentation import NUMBERS, augmented
+from rectified_flow.spaces.augmentation import augmented
 from rectified_flow.spaces.pixels import cropped, mirrored
 from rectified_flow.spaces.space import RGB, Space
 
@@ -239,11 +239,6 @@ class Fields(Space):
             augmentation=augmentation,
             sources=sources,
         )
-
-    @property
-    def conditions(self) -> ConditionSpecs:
-        """The numbers that describe augmentation, if there is any."""
-        return {"augmentation": AugmentationLabels(NUMBERS)} if self.augmentation else {}
 
     def augment(self, data: Tensor) -> tuple[Tensor, Values]:
         """Draw a random part of each row, mirrored and augmented if the space does so; float32 in physical units."""

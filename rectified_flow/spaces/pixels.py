@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from rectified_flow import randomness
-from rectified_flow.condition import AugmentationLabels, ConditionSpecs, Values
+from rectified_flow.condition import Values
 from rectified_flow.registry import register
-from rectified_flow.spaces.augmentation import NUMBERS, augmented
+from rectified_flow.spaces.augmentation import augmented
 from rectified_flow.spaces.space import RGB, RGBA, Shape, Space
 
 LEVEL = 1 / 127.5  # distance of two levels of 8 bits in [-1, 1]
@@ -34,11 +34,6 @@ class Pixels(Space):
         self.shape = None if shape is None else tuple(shape)
         self.horizontal_flip, self.augmentation = horizontal_flip, augmentation
         self._sides = None if self.shape is None else self.shape[-2:]
-
-    @property
-    def conditions(self) -> ConditionSpecs:
-        """The numbers that describe augmentation, if there is any."""
-        return {"augmentation": AugmentationLabels(NUMBERS)} if self.augmentation else {}
 
     @property
     def picture_shape(self) -> tuple[int, ...] | None:

@@ -10,8 +10,9 @@ import torch
 from annotated_types import Interval
 from torch import Tensor, nn
 
-from rectified_flow.condition import ConditionSpecs, Values
+from rectified_flow.condition import AugmentationLabels, ConditionSpecs, Values
 from rectified_flow.errors import UsageError
+from rectified_flow.spaces.augmentation import NUMBERS
 
 if TYPE_CHECKING:
     from rectified_flow.system.pictures import Legend
@@ -108,7 +109,7 @@ class Space(ABC):
     @property
     def conditions(self) -> ConditionSpecs:
         """The conditions by which :meth:`augment` describes its variants; the network must take them."""
-        return {}
+        return {"augmentation": AugmentationLabels(NUMBERS)} if self.augmentation else {}
 
     def augment(self, data: Tensor) -> tuple[Tensor, Values]:
         """Draw a variant of each row of stored data ``[b, ...]`` in training, and conditions that describe it."""
