@@ -6,7 +6,7 @@ import numpy as np
 from accelerate import PartialState
 from tqdm.auto import tqdm
 
-from rectified_flow.data.store import ImageDataset, OriginalInfo
+from rectified_flow.data.store import ImageDataset
 from rectified_flow.distributed import on_main
 from rectified_flow.evaluation.distances import count_near_duplicates
 from rectified_flow.evaluation.features import average_colours, reference_features
@@ -33,7 +33,8 @@ def look(output_dir: Path, pictures: ImageDataset, space: Space) -> None:
     colours = reference_features(pictures, average_colours())
 
     def report() -> None:
-        tqdm.write(lines(describe_pictures(pictures, count_near_duplicates(colours))))
+        alike = f"{count_near_duplicates(colours)} nearly equal to an earlier picture, or its mirror image"
+        tqdm.write(lines({"pictures": pictures.description, **describe_pictures(pictures), "alike": alike}))
         shown = sorted(np.random.default_rng(0).permutation(len(pictures))[:SHOWN].tolist())
         with deterministic(Samples(0, shown)):
             data, _ = space.augment(pictures.read_batch(shown)["images"])
@@ -47,54 +48,36 @@ def look(output_dir: Path, pictures: ImageDataset, space: Space) -> None:
     on_main(state, report)
 
 
-def describe_pictures(dataset: ImageDataset, near_duplicates: int) -> dict[str, str]:
-    """Return a description of the pictures: their number, sizes and faults as texts by label.
-
-    Args:
-        dataset: images of a store.
-        near_duplicates: number of images that are nearly equal to an earlier one.
-    """
-    texts = {"pictures": dataset.description}
-    if dataset.info.originals is not None:
-        texts["sizes"] = _range(dataset.info.originals)
-    texts |= {label: f"{count} {fault}" for label, (count, fault) in _find_faults(dataset).items()}
-    return texts | {"alike": f"{near_duplicates} nearly equal to an earlier picture, or its mirror image"}
+def describe_pictures(dataset: ImageDataset) -> dict[str, str]:
+    """Return the sizes and the faults of pictures as texts by label; a fault that no picture has is left out."""
+    info, names, texts = dataset.info, dataset.class_names, dict[str, str]()
+    if info.originals is not None and info.framing is not None:
+        (least_width, width), (least_height, height) = info.originals.width, info.originals.height
+        texts["sizes"] = f"{least_width} to {width} px wide, {least_height} to {height} px high"
+        if (least_width, least_height) == (width, height):
+            texts["sizes"] = f"all {width}x{height} px"
+        if info.originals.enlarged:
+            size = size_text(*info.framing.stored_size)
+            texts["enlarged"] = f"{info.originals.enlarged} smaller than {size} px, so enlarged and blurred"
+        if info.originals.duplicates:
+            texts["duplicates"] = f"{info.originals.duplicates} equal to an earlier picture"
+    if names:
+        counts = np.bincount(dataset.labels, minlength=len(names))
+        rarest_first = np.argsort(counts, kind="stable")
+        rare = [f"{names[label]} ({counts[label]})" for label in rarest_first if counts[label] < FEW]
+        if rare:
+            found = f"{len(rare)} of {len(names)} classes with fewer than {FEW} pictures"
+            texts["classes"] = f"{found}: {name_some(rare)}"
+    if info.skipped:
+        texts["broken"] = f"{len(info.skipped)} left out; the first is {info.skipped[0]}"
+    return texts
 
 
 def summarize_pictures(dataset: ImageDataset) -> str:
     """Return a summary of the pictures in one line: their number, sizes and faults."""
-    sizes = "" if dataset.info.originals is None else f", {_range(dataset.info.originals)}"
-    faults = [f"{count} {fault}" for count, fault in _find_faults(dataset).values() if count]
-    return "; ".join([f"{len(dataset)}{sizes}", *faults])
+    return "; ".join([str(len(dataset)), *describe_pictures(dataset).values()])
 
 
 def name_some(names: list[str]) -> str:
     """Return the first :data:`NAMED` names, joined by commas."""
     return ", ".join(names[:NAMED]) + ", ..." * (len(names) > NAMED)
-
-
-def _range(originals: OriginalInfo) -> str:
-    (least_width, width), (least_height, height) = originals.width, originals.height
-    if (least_width, least_height) == (width, height):
-        return f"all {width}x{height} px"
-    return f"{least_width} to {width} px wide, {least_height} to {height} px high"
-
-
-def _find_faults(dataset: ImageDataset) -> dict[str, tuple[int, str]]:
-    """Return the number of pictures or classes with each fault, and a description of the fault, by label."""
-    info, names = dataset.info, dataset.class_names
-    faults = dict[str, tuple[int, str]]()
-    if info.originals is not None and info.framing is not None:
-        blurred = ", so enlarged and blurred" * (info.originals.enlarged > 0)
-        size = size_text(*info.framing.stored_size)
-        faults["enlarged"] = info.originals.enlarged, f"smaller than {size} px{blurred}"
-        faults["duplicates"] = info.originals.duplicates, "equal to an earlier picture"
-    if names:
-        counts = np.bincount(dataset.labels, minlength=len(names))
-        rarest_first = np.argsort(counts, kind="stable")
-        rare = [f"{names[label]} ({counts[label]})" for label in rarest_first if counts[label] < FEW]
-        listed = f": {name_some(rare)}" * bool(rare)
-        faults["classes"] = len(rare), f"of {len(names)} classes with fewer than {FEW} pictures{listed}"
-    if info.skipped:
-        faults["broken"] = len(info.skipped), f"left out; the first is {info.skipped[0]}"
-    return faults
