@@ -15,7 +15,7 @@ from rectified_flow.data.sources import ImageSource
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.distributed import check_equal, on_main
 from rectified_flow.errors import UsageError
-from rectified_flow.evaluation import likelihood, scores  # noqa: F401 -- they register scores
+from rectified_flow.evaluation import scores  # noqa: F401 -- it registers scores
 from rectified_flow.evaluation.evaluator import Comparison, Evaluator
 from rectified_flow.evaluation.features import RealData, RenderedItems
 from rectified_flow.evaluation.heldout import HeldOutPictures

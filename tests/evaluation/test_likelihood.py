@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.evaluator import Comparison, Evaluator
-from rectified_flow.evaluation.likelihood import bits_per_dimension, cubic_times, estimates, log_density
+from rectified_flow.evaluation.scores import bits_per_dimension, cubic_times, estimates, log_density
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.latents.space import Latents
