@@ -48,11 +48,9 @@ def join_processes() -> PartialState:
         os.environ["ACCELERATE_USE_CPU"] = "true"
     cpu, gpus = parse_flag_from_env("ACCELERATE_USE_CPU"), torch.cuda.device_count()
     here = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0")) + 1)
-    fits = cpu or gpus == 0 or here <= gpus
-    if not fits:
+    if not cpu and 0 < gpus < here:
         raise UsageError(f"there are more processes than the {gpus} GPUs of this machine: start at most {gpus}")
-    sharded = any(parse_flag_from_env(f"ACCELERATE_USE_{name}") for name in SHARDING)
-    if sharded:
+    if any(parse_flag_from_env(f"ACCELERATE_USE_{name}") for name in SHARDING):
         raise UsageError("FSDP, DeepSpeed and Megatron-LM are not supported: launch with --multi_gpu")
     if os.environ.keys() >= {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} and not dist.is_initialized():
         # Accelerate adopts this group, whose second backend communicates without waiting for the devices.
@@ -60,8 +58,7 @@ def join_processes() -> PartialState:
         backend = "gloo" if device is None else f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
         dist.init_process_group(backend, timeout=STARTUP_TIMEOUT)
     state = PartialState(cpu=cpu)
-    seen = state.num_processes
-    if seen != world_size:
+    if (seen := state.num_processes) != world_size:
         raise UsageError(f"Accelerate has found {seen} of {world_size} processes: start them with torchrun")
     return state
 

@@ -194,8 +194,7 @@ class Evaluator:
         are any, since training showed the targets of the training data. The order is random, so that any number of rows
         has their shares.
         """
-        # Other modules than flows can be sampled, too.
-        translates = getattr(flow, "takes_source", False) and self.held_out is not None
+        translates = getattr(flow, "takes_source", False)  # other modules than flows can be sampled, too
         data: RealData = self.held_out if translates and self.held_out is not None else self.dataset
         rows = self.order(data, self.num_samples)
         if flow not in self._given:

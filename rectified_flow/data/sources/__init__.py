@@ -55,7 +55,7 @@ class ImageSource:
 
     def describe(self, index: int) -> str:
         """Describe one image so that a user can find it."""
-        return f"image {index} of {self.name}"
+        return f"row {index} of {self.name}"
 
     def name_of(self, index: int) -> str:
         """Return the name of one image among those of the source."""

@@ -72,10 +72,6 @@ class HuggingFaceSource(ImageSource):
         label = row.get(self._label_column)
         return open_picture(content), -1 if label is None else int(label)
 
-    def describe(self, index: int) -> str:
-        """Return the number of a row with the name of the dataset."""
-        return f"row {index} of {self.name}"
-
     def read_table(self) -> Table:
         """Return the columns beside the images, with the names of classes."""
         import datasets

@@ -76,10 +76,6 @@ class SyntheticFlowers(ImageSource):
         picture = draw_flower(SPECIES[label], self.side, np.random.default_rng((self.seed, index)))
         return Image.fromarray(picture), label
 
-    def describe(self, index: int) -> str:
-        """Return the number of an image in words."""
-        return f"flower {index}"
-
     def read_table(self) -> Table:
         """Return captions, species, petals, hue [degrees] and radius [fraction of the side] of each flower."""
         species = [SPECIES[index % len(SPECIES)] for index in range(self.count)]
