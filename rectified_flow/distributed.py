@@ -79,11 +79,10 @@ def check_equal(state: Accelerator | PartialState, facts: Callable[[], Mapping[s
     (main_host, ours), *others = gather_object([(platform.node(), {**_versions(), **facts()})])
     for rank, (host, theirs) in enumerate(others, 1):
         pairs = {key: (theirs.get(key), ours.get(key)) for key in ours | theirs}
-        shown = [f"{key} is {its!s:.60}, not {main!s:.60}" for key, (its, main) in pairs.items() if its != main]
-        more = f", and {len(shown) - SHOWN_FACTS} more" * (len(shown) > SHOWN_FACTS)
-        difference = f"rank {rank} on {host} differs from rank 0 on {main_host}: {'; '.join(shown[:SHOWN_FACTS])}{more}"
-        if shown:
-            raise UsageError(f"{difference}: start every process with the same flags, data and versions")
+        differ = [f"{key} is {its!s:.60}, not {main!s:.60}" for key, (its, main) in pairs.items() if its != main]
+        if differ:
+            first = f"rank {rank} on {host} differs from rank 0 on {main_host}: {'; '.join(differ[:SHOWN_FACTS])}"
+            raise UsageError(f"{first}: start every process with the same flags, data and versions")
 
 
 def check_shared(state: Accelerator | PartialState, output_dir: Path) -> None:

@@ -330,10 +330,8 @@ def _decode_all(
         except Exception as error:  # decoders raise exceptions of many types
             if skip_broken_images:
                 return None
-            reason = getattr(error, "strerror", None) or first_line(error)
-            remedy = "change its rights" if isinstance(error, PermissionError) else "remove it"
-            broken = f"broken image {source.describe(index)} ({reason})"
-            raise UsageError(f"{broken}: {remedy}, or pass --skip_broken_images") from error
+            broken = f"broken image {source.describe(index)} ({getattr(error, 'strerror', None) or first_line(error)})"
+            raise UsageError(f"{broken}: remove it, or pass --skip_broken_images") from error
 
     bar = progress_bar(total=len(numbers), desc=f"preparing {source.name}", unit="img")
     with bar, ThreadPoolExecutor(processors()) as pool:

@@ -102,8 +102,7 @@ def read_metadata(metadata: Sequence[Path], files: Sequence[Path]) -> Table:
             for column, value in values.items():
                 columns[column][row] = value
     if absent and not any(places):
-        found = f"no row of {metadata[0]} names a picture in the folder, such as {absent[0]}"
-        raise UsageError(f"{found}: write paths relative to the metadata file")
+        raise UsageError(f"no row of {metadata[0]} names a picture, such as {absent[0]}: write paths relative to it")
     notes = [f"{len(absent)} rows of the metadata name no picture in the folder, such as {each}" for each in absent[:1]]
     notes += _add_text_files(columns, places, files)
     alone = [file for file, place in zip(files, places, strict=True) if not place]
@@ -151,8 +150,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
                 raise ValueError("it is not a JSON object")
             rows.append(row)
     except (ValueError, RecursionError, csv.Error) as error:
-        found = f"{path} cannot be read (row {len(rows) + 1}: {first_line(error)})"
-        raise UsageError(f"{found}: mend it, or leave out --condition_on") from error
+        raise UsageError(f"{path} cannot be read (row {len(rows) + 1}: {first_line(error)}): mend it") from error
     return rows
 
 

@@ -355,9 +355,7 @@ def pair_by_name(pictures: ImageDataset, source: ImageDataset, *, skip_unpaired:
     excluded = {_stem(name) for name in pictures.arguments.get("exclude", ())}
     alone = [stem for stem in (*mine, *theirs) if (stem in mine) != (stem in theirs) and stem not in excluded]
     if not both:
-        raise UsageError(
-            f"{where} have no file names in common ({alone[0]} has no partner): rename the files of a pair alike"
-        )
+        raise UsageError(f"{where} have no file names in common: rename the files of a pair alike")
     originals = {stem: (pictures.originals[mine[stem]], source.originals[theirs[stem]]) for stem in both}
     unlike = [stem for stem in both if not _is_alike(*originals[stem])]
     found = f"{len(alone)} pictures in {where} have no partner, such as {alone[0]}" if alone else ""

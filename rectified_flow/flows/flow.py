@@ -152,10 +152,7 @@ class Flow(nn.Module):
                 of :meth:`pair`.
         """
         if self.space.key not in batch:
-            raise UsageError(
-                f"a batch has {', '.join(batch)}, but not {self.space.key}, which the flow is trained on: rename the "
-                "entry of the dataset's items"
-            )
+            raise UsageError(f"a batch has {', '.join(batch)}, but not {self.space.key}: rename the entry of the items")
         data, described, is_drawn = batch[self.space.key], Values(), "noise" in batch
         if not is_drawn:
             if self.takes_source and SOURCE in batch:

@@ -1,6 +1,5 @@
 """Autoencoders: between pictures and the latents that a flow works on. Frozen, and part of no checkpoint."""
 
-import math
 from abc import ABC, abstractmethod
 from contextlib import nullcontext, suppress
 from functools import cache
@@ -52,11 +51,8 @@ class Autoencoder(ABC):
             mean, std = self.encode(pictures)
             decoded = self.decode(mean)
         if decoded is None or decoded.shape != pictures.shape:
-            side = min(pictures.shape[2:])
-            raise UsageError(
-                f"--image_size {side} cannot be halved as often as --autoencoder {self.name} does: take a power "
-                f"of two, such as {2 ** max(3, round(math.log2(side)))}"
-            )
+            size = f"--image_size {min(pictures.shape[2:])}"
+            raise UsageError(f"{size} cannot be halved as often as --autoencoder {self.name} does: pass a power of two")
         return 1 if std is None else 2, *mean.shape[1:]
 
     def prepare(self, device: torch.device) -> None:  # noqa: B027, as most have nothing to load
@@ -162,13 +158,9 @@ def _find(source: str) -> tuple[Any, dict[str, Any], str | None]:
         except OSError as error:
             reason = first_line(error)
     else:
-        raise UsageError(
-            f"--autoencoder {source} cannot be found ({reason}): pass small, or the folder or hub id of an autoencoder"
-        )
+        raise UsageError(f"--autoencoder {source} cannot be found ({reason}): pass small, a folder or a hub id")
     name = str(config.get("_class_name"))
     kind = getattr(diffusers, name, None)
     if not name.startswith("Autoencoder") or not hasattr(kind, "decode"):
-        raise UsageError(
-            f"--autoencoder {source} is not an autoencoder of diffusers: its config.json has the _class_name {name}"
-        )
+        raise UsageError(f"--autoencoder {source} is not an autoencoder of diffusers, but of the class {name}")
     return kind, config, subfolder

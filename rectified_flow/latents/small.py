@@ -98,10 +98,7 @@ class Small(Autoencoder):
     def prepare(self, device: torch.device) -> None:
         """Load the weights onto ``device``."""
         if self.fingerprint != _fingerprint():
-            raise UsageError(
-                "--autoencoder small has other weights than those that the flow was trained with: install the version "
-                "of this package that trained the flow"
-            )
+            raise UsageError("--autoencoder small has other weights than in training: install the version of that time")
         _load(device)
 
     @torch.no_grad()

@@ -144,10 +144,7 @@ def has_channels_last(shape: tuple[int, ...], channels_last: bool | None) -> boo
         return channels_last
     first, height, last = shape
     if 2 * min(first, last) > min(max(first, last), height) or min(first, last) > MAX_CHANNELS:
-        raise UsageError(
-            f"the axis of the channels is ambiguous in the shape {shape}; pass --space channels_last=True if it "
-            "is the last one, or channels_last=False if it is the first"
-        )
+        raise UsageError(f"the axis of channels is ambiguous in the shape {shape}; pass channels_last=True or False")
     return last < first
 
 

@@ -388,10 +388,8 @@ def range_of(text: str, stored: Fields, images: Array | None) -> tuple[Sequence[
         return stored.low, stored.high
     numbers = [number for part in text.split(",") if (number := as_number(part)) is not None]
     if len(numbers) != len(text.split(",")) or len(numbers) not in (2, 2 * channels):
-        raise UsageError(
-            f"--space value_range={text} must be measured, percentile:P with P below 50, MIN,MAX, or MIN,MAX "
-            f"for each of the {channels} channels"
-        )
+        ranges = f"MIN,MAX, or MIN,MAX for each of the {channels} channels"
+        raise UsageError(f"--space value_range={text} must be measured, percentile:P with P below 50, {ranges}")
     numbers *= 2 * channels // len(numbers)
     return numbers[::2], numbers[1::2]
 

@@ -299,10 +299,8 @@ def owned_files(folder: Path, kind: str) -> list[Path]:
     for entry in entries:
         is_known = entry.name in known or (MANIFEST not in known and leftover.fullmatch(entry.name))
         if entry.is_symlink() or not entry.is_file() or not is_known:
-            raise UsageError(
-                f"{folder} is in the way of the {kind}, and holds {entry.name}, which this project did not write: "
-                "move it away, or choose another folder"
-            )
+            foreign = f"{entry.name}, which this project did not write"
+            raise UsageError(f"{folder} is in the way of the {kind}, and holds {foreign}: move it away")
     return entries
 
 

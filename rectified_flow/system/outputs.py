@@ -59,10 +59,7 @@ def claim(folder: Path, names: Iterable[str], *, ours: bool = False) -> None:
             path = folder / name
             linked = path.is_symlink() and not path.is_dir()  # writing would replace the link or its target
             if linked or (lexists(path) and name not in written):
-                raise UsageError(
-                    f"{path} would be overwritten, and this project did not write it: move it away, or choose another "
-                    "folder"
-                )
+                raise UsageError(f"{path} would be overwritten, and this project did not write it: move it away")
         if not written.issuperset(names) or (written and not known):
             replace_file(record, json.dumps(asdict(Record(sorted(written.union(names)))), indent=1))
     for name in names:

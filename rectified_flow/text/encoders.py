@@ -215,10 +215,8 @@ def _load(source: str) -> tuple[Any, Any]:
             tokenizer.pad_token = tokenizer.eos_token
         return tokenizer, module.eval().requires_grad_(False)
     except Exception as error:  # of any type: transformers builds a module from files that anyone may have written
-        raise UsageError(
-            f"--text_encoder {source} cannot be loaded as a text encoder ({first_line(error)}): pass the folder or hub "
-            "id of one, such as a sentence model"
-        ) from error
+        found = f"--text_encoder {source} cannot be loaded as a text encoder ({first_line(error)})"
+        raise UsageError(f"{found}: pass a folder or hub id") from error
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ def test_conditions_that_the_data_lack_and_keys_of_another_name_are_reported(tmp
     assert said.count("warning: the network takes labels, which the data do not have: it is trained without") == 1
     items = [{"image": picture} for picture in pictures()]
     PartialState()
-    with pytest.raises(UsageError, match=r"^a batch has image, but not images, which the flow is trained on"):
+    with pytest.raises(UsageError, match=r"^a batch has image, but not images: rename"):
         train_on(items, tiny_config(tmp_path / "b"))
 
 

@@ -101,7 +101,7 @@ def test_a_picture_that_may_not_be_read_is_named_or_skipped(tmp_path: Path, monk
     for name in ("1.png", "2.png"):
         save_picture(tmp_path / "pics" / name)
     with refusing(monkeypatch, "2.png"):
-        with pytest.raises(UsageError, match=r"2\.png \(Permission denied\): change its rights, or pass skip_broken"):
+        with pytest.raises(UsageError, match=r"2\.png \(Permission denied\): remove it, or pass skip_broken"):
             open_dataset("", tmp_path / "pics", image_size=4)
         assert len(open_dataset("", tmp_path / "pics", image_size=4, skip_broken_images=True)) == 1
 
@@ -179,14 +179,7 @@ def test_a_row_of_a_hub_dataset_names_a_file_of_the_hubs_cache(tmp_path: Path, m
 
 def test_a_table_of_something_else_than_pictures(tmp_path: Path) -> None:
     datasets.Dataset.from_dict({"text": ["a"], "size": [1]}).to_parquet(tmp_path / "words.parquet")
-    with pytest.raises(UsageError) as refusal:
-        open_dataset("", tmp_path, image_size=4)
-    assert str(refusal.value) == (
-        f"dataset_path {tmp_path} has no image column, only text, size: pass a folder of pictures, or a table with a "
-        "column of encoded pictures"
-    )
-    save_picture(tmp_path / "1.png")
-    with pytest.raises(UsageError, match=r"train on the 1 image files there, move words\.parquet out of the folder"):
+    with pytest.raises(UsageError, match=r"^dataset_path .* has no image column, only text, size: to train on image"):
         open_dataset("", tmp_path, image_size=4)
 
 

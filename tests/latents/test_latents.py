@@ -146,7 +146,7 @@ def test_it_is_described_with_the_fingerprint_of_its_weights(folder: Callable[[s
     assert PretrainedAutoencoder(str(other)).fingerprint != autoencoder.fingerprint
     copied = save_tiny("AutoencoderKL", tmp_path / "copy")
     assert PretrainedAutoencoder(str(copied)).fingerprint == autoencoder.fingerprint, "wherever it is"
-    with pytest.raises(UsageError, match="not the autoencoder that the flow was trained with"):
+    with pytest.raises(UsageError, match="is not that of the training"):
         build(description | {"source": str(other)}).prepare(torch.device("cpu"))
 
 
@@ -160,8 +160,8 @@ def test_that_of_a_pipeline_is_found(tmp_path: Path) -> None:
     ("config", "sentence"),
     [
         ({"architectures": 5}, "is not an autoencoder of diffusers"),
-        ({"_class_name": "UNet2DModel"}, "is not an autoencoder of diffusers: .* has the _class_name UNet2DModel"),
-        ({"_class_name": "AutoModel"}, "is not an autoencoder of diffusers: .* has the _class_name AutoModel"),
+        ({"_class_name": "UNet2DModel"}, "is not an autoencoder of diffusers, but of the class UNet2DModel"),
+        ({"_class_name": "AutoModel"}, "is not an autoencoder of diffusers, but of the class AutoModel"),
         ({"_class_name": "AutoencoderKL"}, "cannot be loaded"),
         ({"_class_name": 5}, "is not an autoencoder of diffusers"),
         (KL | {"block_out_channels": []}, "cannot be loaded"),
@@ -196,7 +196,7 @@ def test_weights_that_lack_a_tensor_are_refused(tmp_path: Path) -> None:
 
 def test_a_size_that_it_cannot_halve_is_refused(folder: Callable[[str], Path]) -> None:
     wan, wan22 = (PretrainedAutoencoder(str(folder(kind))) for kind in ("AutoencoderKLWan", "Wan2.2"))
-    with pytest.raises(UsageError, match=r"--image_size 30 cannot be halved .*: take a power of two, such as 32"):
+    with pytest.raises(UsageError, match=r"--image_size 30 cannot be halved .*: pass a power of two"):
         wan.shape_of(30)
     with pytest.raises(UsageError, match=r"--image_size 30 cannot be halved as often as"):
         wan22.shape_of(30)
@@ -250,5 +250,5 @@ def test_its_weights_are_half_precision_and_at_most_two_million() -> None:
 def test_a_flow_of_other_weights_is_refused() -> None:
     description = json.loads(json.dumps(describe(Small())))
     build(description).prepare(torch.device("cpu"))
-    with pytest.raises(UsageError, match="--autoencoder small has other weights than those that the flow"):
+    with pytest.raises(UsageError, match="--autoencoder small has other weights than in training"):
         build({**description, "fingerprint": "0"}).prepare(torch.device("cpu"))

@@ -203,10 +203,8 @@ def _choose(folder: Path, names: Sequence[str], split: str) -> str | None:
     wanted = [name for name, known in splits.items() if known == split]
     if len(wanted) == 1 and None not in found:
         return wanted[0]
-    raise UsageError(
-        f"the subfolders {', '.join(map(printable, names))} of {printable(folder)} may be splits or classes: "
-        f"pass one, such as --dataset_path {printable(folder / (wanted or names)[0])}, or rename them"
-    )
+    listed, such = ", ".join(map(printable, names)), printable(folder / (wanted or names)[0])
+    raise UsageError(f"the subfolders {listed} may be splits or classes: pass one with --dataset_path {such}")
 
 
 def _split_of(name: str) -> str | None:

@@ -12,7 +12,7 @@ from PIL import Image
 
 from rectified_flow.data.metadata import Table
 from rectified_flow.data.sources import ImageSource
-from rectified_flow.data.sources.folder import files_fingerprint, find_files, is_image
+from rectified_flow.data.sources.folder import files_fingerprint, find_files
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.system.files import printable
 from rectified_flow.system.pictures import content_of, open_picture
@@ -121,12 +121,8 @@ class HuggingFaceSource(ImageSource):
         kinds = rows.features.items()
         columns = _columns(rows, "Image") or [name for name, kind in kinds if _holds_pictures(rows, name, kind)]
         if not columns:
-            found, table = ", ".join(rows.features), isinstance(self.source, Path) and find_dataset_file(self.source)
-            pictures = [*filter(is_image, find_files(self.source))] if isinstance(self.source, Path) else []
-            advice = "pass a folder of pictures, or a table with a column of encoded pictures"
-            if pictures and table:
-                advice = f"to train on the {len(pictures)} image files there, move {table.name} out of the folder"
-            raise UsageError(f"{self._flag} has no image column, only {found}: {advice}")
+            found = f"{self._flag} has no image column, only {', '.join(rows.features)}"
+            raise UsageError(f"{found}: to train on image files beside a table, move the table away")
         for column in columns:
             rows = rows.cast_column(column, datasets.Image(decode=False))
         return rows
