@@ -1,25 +1,55 @@
-"""Tests of sources of pictures: folders, datasets of the hub, and drawn flowers."""
+"""Tests of sources of pictures, and of damaged pictures, odd names, labels and rows, each named in a sentence."""
 
+import io
 import os
+import socket
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import datasets
 import huggingface_hub
 import numpy as np
+import pyarrow  # type: ignore[import-untyped]
+import pyarrow.parquet  # type: ignore[import-untyped]
 import pytest
 from PIL import Image
 
+from rectified_flow.data.build import default_cache_dir, open_store
 from rectified_flow.data.open import OxfordFlowersDataset, open_dataset
 from rectified_flow.data.sources.folder import PictureFolder
+from rectified_flow.data.sources.huggingface import HuggingFaceSource
 from rectified_flow.data.sources.synthetic_flowers import SPECIES, SyntheticFlowers
-from rectified_flow.errors import UsageError
+from rectified_flow.data.store import ImageDataset
+from rectified_flow.errors import DamageError, UsageError
+from tests.system.test_files import refusing
+
+LATIN = os.fsdecode(b"caf\xe9")
+"""A name as Python reads it from a disk whose names are in Latin-1."""
 
 
-def save_picture(path: Path, red: int = 0) -> None:
+def picture() -> bytes:
+    content = io.BytesIO()
+    Image.new("RGB", (10, 8), (50, 100, 200)).save(content, "PNG")
+    return content.getvalue()
+
+
+def save_picture(path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    kind = {".jpg": "JPEG", ".jpeg": "JPEG", ".tif": "TIFF"}.get(path.suffix.lower())
-    Image.new("RGB", (10, 8), (red, 100, 200)).save(path, kind)
+    path.write_bytes(picture())
+    return path
+
+
+def save_table(folder: Path, feature: Any, labels: Sequence[int], paths: Sequence[str] = ()) -> Path:
+    """A Parquet file with any numbers in a column that is said to be ``feature``; rows with a path have no bytes."""
+    images: list[dict[str, Any]] = [{"bytes": None, "path": path} for path in paths]
+    images = images or [{"bytes": picture(), "path": None}] * len(labels)
+    schema = datasets.Features({"image": datasets.Image(), "label": feature}).arrow_schema
+    folder.mkdir()
+    table = pyarrow.Table.from_pydict({"image": images, "label": list(labels)}, schema)
+    pyarrow.parquet.write_table(table, folder / "train.parquet")
+    return folder
 
 
 def hub_layout(folder: Path, names: list[str], labels: list[int]) -> Path:
@@ -141,3 +171,154 @@ def test_a_hub_that_does_not_answer_is_named_before_the_wait(
     with pytest.raises(UsageError, match="could not be loaded from the hub: there is no network"):
         open_dataset("some/pictures", image_size=4)
     assert said[0] == f"reading some/pictures from {huggingface_hub.constants.ENDPOINT}\n"
+
+
+NUMBER, PETS = datasets.Value("int64"), datasets.ClassLabel(names=["cat", "dog"])
+
+
+def test_names_that_are_not_utf8_are_read_and_written_down_as_escapes(tmp_path: Path) -> None:
+    for file in (f"{LATIN}/1.png", f"tea/{LATIN}.png"):
+        save_picture(tmp_path / "pics" / file)
+    (tmp_path / "pics/tea" / f"{LATIN} 2.png").write_bytes(b"no picture")
+    with pytest.raises(UsageError, match=r"broken image .*/tea/caf\\udce9 2.png \(cannot identify") as refusal:
+        open_dataset("", tmp_path / "pics", image_size=4)
+    refusal.value.args[0].encode()
+    dataset = open_dataset("", tmp_path / "pics", image_size=4, skip_broken_images=True)
+    assert dataset.class_names == ["caf\\udce9", "tea"]
+    assert dataset.labels.tolist() == [0, 1]
+    assert dataset.info.skipped == [f"{tmp_path}/pics/tea/caf\\udce9 2.png"]
+
+
+def test_a_folder_behind_a_link_may_have_a_name_that_is_not_utf8(tmp_path: Path) -> None:
+    save_picture(tmp_path / LATIN / "1.png")
+    (tmp_path / "cafe").symlink_to(tmp_path / LATIN)
+    assert open_dataset("", tmp_path / "cafe", image_size=4).description == "caf\\udce9: 1 images of 4 px"
+    with pytest.raises(UsageError, match=r"^dataset_path .*/caf\\udce9 cannot be used \(its name is not UTF-8\)"):
+        open_dataset("", tmp_path / LATIN, image_size=4)
+
+
+def test_the_name_of_a_store_is_as_long_as_file_systems_allow(tmp_path: Path) -> None:
+    source = SyntheticFlowers(8, count=2)
+    source.name = "\N{CJK UNIFIED IDEOGRAPH-20000}" * 300  # four bytes each
+    assert open_store(source, 4, cache_dir=tmp_path).exists()
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket", "device", "loop"])
+def test_only_regular_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    save_picture(tmp_path / "pics/1.png")
+    odd = tmp_path / "pics/2.png"
+    with closing(socket.socket(socket.AF_UNIX)) as server:
+        if kind == "pipe":
+            os.mkfifo(odd)
+        elif kind == "socket":
+            monkeypatch.chdir(odd.parent)  # the name of a socket is short
+            server.bind(odd.name)
+        else:
+            odd.symlink_to("/dev/zero" if kind == "device" else odd)
+        with pytest.raises(UsageError, match=r"broken image .*/2\.png \(.+\): remove it, or pass skip_broken"):
+            open_dataset("", tmp_path / "pics", image_size=4)
+        assert len(open_dataset("", tmp_path / "pics", image_size=4, skip_broken_images=True)) == 1
+
+
+def test_a_picture_that_may_not_be_read_is_named_or_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("1.png", "2.png"):
+        save_picture(tmp_path / "pics" / name)
+    with refusing(monkeypatch, "2.png"):
+        with pytest.raises(UsageError, match=r"2\.png \(Permission denied\): remove it, or pass skip_broken"):
+            open_dataset("", tmp_path / "pics", image_size=4)
+        assert len(open_dataset("", tmp_path / "pics", image_size=4, skip_broken_images=True)) == 1
+
+
+def test_a_cache_that_may_not_be_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "exists", refuse)
+    with pytest.raises(UsageError, match=r"cannot be read and written \(Permission denied\): pass .* --cache_dir"):
+        open_store(SyntheticFlowers(8, count=2), 4, cache_dir=tmp_path)
+
+
+def test_a_user_without_a_home_is_told_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RECTIFIED_FLOW_CACHE", "~no such user/cache")
+    with pytest.raises(UsageError, match=r"the default --cache_dir ~no such user/cache cannot be used \(Could not"):
+        default_cache_dir()
+
+
+def test_a_store_that_is_gone_when_its_pixels_are_read(tmp_path: Path) -> None:
+    path = open_store(SyntheticFlowers(8, count=2), 4, cache_dir=tmp_path)
+    for name in ("labels.npy", "images.uint8"):
+        dataset = ImageDataset(path)
+        (path / name).unlink()
+        with pytest.raises(DamageError, match=f"{name} is missing"):
+            dataset.read_batch([0])
+
+
+@pytest.mark.parametrize(
+    ("feature", "labels", "sentence"),
+    [
+        (
+            NUMBER,
+            [0, 20240131],
+            r"the column label of set train contains the number 20240131, .*: number the classes",
+        ),
+        (NUMBER, [0, 10**18], "contains the number 1000000000000000000"),
+        (NUMBER, [3, 0, -5], r"broken image row 2 of set train \(its label is -5, outside the 4 classes numbered"),
+        (PETS, [1, 7, 0], r"broken image row 1 of set train \(its label is 7, outside the 2 classes numbered from 0\)"),
+    ],
+)
+def test_labels_that_cannot_be_classes(tmp_path: Path, feature: Any, labels: list[int], sentence: str) -> None:
+    folder = save_table(tmp_path / "set", feature, labels)
+    with pytest.raises(UsageError, match=sentence):
+        open_dataset("", folder, image_size=4)
+    if "broken" in sentence:
+        dataset = open_dataset("", folder, image_size=4, skip_broken_images=True)
+        assert 0 <= dataset.labels.min() <= dataset.labels.max() < len(dataset.class_names)
+        assert len(dataset.info.skipped) == 1
+
+
+def test_a_row_names_no_file_but_the_datasets_own(tmp_path: Path) -> None:
+    outside = save_picture(tmp_path / "secret.png")
+    paths = ["within.png", str(outside), "../secret.png", "link.png", "/dev/zero", "pipe.png", ""]
+    folder = save_table(tmp_path / "set", NUMBER, [0] * len(paths), paths)
+    save_picture(folder / "within.png")
+    (folder / "link.png").symlink_to(outside)
+    os.mkfifo(folder / "pipe.png")
+    source = HuggingFaceSource(folder)
+    assert source.load(0)[0].size == (10, 8)
+    for index, reason in ((1, "outside"), (2, "outside"), (3, "outside"), (4, "outside"), (5, "pipe.png is not a reg")):
+        with pytest.raises((ValueError, OSError), match=reason):
+            source.load(index)
+    dataset = open_dataset("", folder, image_size=4, skip_broken_images=True)
+    assert dataset.info.skipped == [f"row {index} of set train" for index in range(1, len(paths))]
+
+
+def test_a_row_of_a_hub_dataset_names_a_file_of_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    source, file = HuggingFaceSource("some/pictures"), str(tmp_path / "cache/downloads/1.png")
+    assert source._find_file(file) == Path(file)
+    with pytest.raises(ValueError, match="a file outside the dataset's folder"):
+        source._find_file(str(tmp_path / "1.png"))
+
+
+def test_a_table_of_something_else_than_pictures(tmp_path: Path) -> None:
+    datasets.Dataset.from_dict({"text": ["a"], "size": [1]}).to_parquet(tmp_path / "words.parquet")
+    with pytest.raises(UsageError, match=r"^dataset_path .* has no image column, only text, size: to train on image"):
+        open_dataset("", tmp_path, image_size=4)
+
+
+def test_pictures_of_other_kinds_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_picture(tmp_path / "pictures/1.png")
+    for name in ("2.PSD", "3.psd", "4.cr2", "5.txt"):
+        (tmp_path / "pictures" / name).write_bytes(b"not read")
+    open_store(PictureFolder(tmp_path / "pictures"), 8, cache_dir=tmp_path / "cache")
+    assert "left out 2 psd, 1 cr2 files of other formats, such as 2.PSD" in "".join(capsys.readouterr())
+    save_picture(tmp_path / "pictures/a/6.png")
+    source = PictureFolder(tmp_path / "pictures")
+    assert source.class_names == []
+    assert source.notes[1] == "no classes: 1 pictures are in no subfolder, such as 1.png"
+    (tmp_path / "pictures/1.png").unlink()
+    source = PictureFolder(tmp_path / "pictures")
+    assert (source.class_names, len(source.notes)) == (["a"], 1)
+    (tmp_path / "pictures/a/6.png").unlink()
+    with pytest.raises(UsageError, match=r"holds no pictures .*; left out 2 psd, 1 cr2 files"):
+        PictureFolder(tmp_path / "pictures")

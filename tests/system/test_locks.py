@@ -1,5 +1,6 @@
-"""Tests of two programs at once in one folder."""
+"""Tests of two programs at once in one folder, and of the record of an output folder."""
 
+import fcntl
 import json
 import multiprocessing
 import os
@@ -19,6 +20,7 @@ from rectified_flow.runs import folder
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.folder import lock_folder, write_status
 from rectified_flow.system.files import locked
+from rectified_flow.system.outputs import RECORD, claim
 from tests.patience import PATIENCE
 
 FORK = multiprocessing.get_context("fork")
@@ -57,7 +59,7 @@ def said_by_nobody(action: Callable[..., str], *arguments: object) -> str:
         process.join(PATIENCE)
 
 
-def claim(path: Path) -> str:
+def lock_run(path: Path) -> str:
     try:
         with ExitStack() as held:
             lock_folder(TrainingConfig(output_dir=path), held)
@@ -82,10 +84,10 @@ def test_another_user_does_not_train_beside_a_run(shared: Path, monkeypatch: pyt
     with ExitStack() as held:
         lock_folder(TrainingConfig(output_dir=shared), held)
         write_status(shared, "running", 1, 2)
-        assert said_by_nobody(claim, shared).startswith(f"process {os.getpid()} on ")
-    assert said_by_nobody(claim, shared) == "claimed"
+        assert said_by_nobody(lock_run, shared).startswith(f"process {os.getpid()} on ")
+    assert said_by_nobody(lock_run, shared) == "claimed"
     (shared / ".lock").chmod(0o600)  # as a strict umask makes it
-    assert "Permission denied" in said_by_nobody(claim, shared)
+    assert "Permission denied" in said_by_nobody(lock_run, shared)
 
 
 @pytest.mark.parametrize(
@@ -133,3 +135,39 @@ def test_results_that_several_processes_write_at_once_are_all_kept(tmp_path: Pat
         assert writer.exitcode == 0
     results = json.loads((tmp_path / RESULTS_FILE).read_text())
     assert sorted((each["seed"], each["steps"]) for each in results) == [(i, j) for i in range(6) for j in range(5)]
+
+
+PROCESSES, NAMES = 4, 25
+
+
+def claim_some(folder: Path, number: int, barrier: Any) -> None:
+    barrier.wait()
+    for index in range(NAMES):
+        claim(folder, [f"{number}-{index}.png"])
+
+
+def test_programs_at_once_lose_no_name(tmp_path: Path) -> None:
+    """Names that several programs add at the same moment are all in the record at the end."""
+    barrier = FORK.Barrier(PROCESSES)
+    processes = [FORK.Process(target=claim_some, args=(tmp_path, number, barrier)) for number in range(PROCESSES)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    names = json.loads((tmp_path / RECORD).read_text())["files"]
+    assert sorted(names) == sorted(f"{number}-{index}.png" for number in range(PROCESSES) for index in range(NAMES))
+    assert [path.name for path in tmp_path.iterdir()] == [RECORD]
+
+
+def test_a_file_system_that_locks_no_folders_is_reported_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_arguments: object) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    for name in ("a.png", "b.png"):
+        claim(tmp_path, [name])
+    assert json.loads((tmp_path / RECORD).read_text())["files"] == ["a.png", "b.png"]
+    assert capsys.readouterr().out.count(f"warning: {tmp_path} cannot be locked (No locks available)") == 1
