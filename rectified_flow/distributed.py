@@ -205,5 +205,4 @@ def check_equal_weights(accelerator: Accelerator, parameters: Iterable[Tensor]) 
     (most, count), *_ = Counter(by_rank).most_common()
     if count < len(by_rank):
         strangers = ", ".join(str(rank) for rank, row in enumerate(by_rank) if row != most)
-        difference = f"the weights on rank {strangers} differ from those on the others, so nothing is saved"
-        raise RunError(f"{difference}: check that machine's memory and GPU, then run the same command to resume")
+        raise RunError(f"the weights on rank {strangers} differ from those on the others: check its memory and GPU")

@@ -331,7 +331,7 @@ def _normal_text(text: str, kind: type[WrittenCondition], column: str, place: st
         return kind.normal(text)
     except ValueError as error:
         found = f"--condition_on {column} has {kind.column_type}s, but {place} has {text!r}"
-        raise UsageError(f"{found}: correct this value, or pass --condition_on {column}=label") from error
+        raise UsageError(f"{found}: correct this value, or pass {column}=label") from error
 
 
 def _texts_of(value: Any) -> list[str]:

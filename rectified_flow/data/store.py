@@ -29,7 +29,6 @@ from rectified_flow.registry import build
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.spaces.space import RGB, Space
 from rectified_flow.system.files import read_document, reading
-from rectified_flow.system.terminal import size_text
 
 LABELS_FILE, INFO_FILE, RECIPE_FILE, ORIGINALS_FILE = "labels.npy", "info.json", "recipe.json", "originals.json"
 Positive = Annotated[int, Field(gt=0, lt=2**53)]
@@ -350,28 +349,20 @@ def pair_by_name(pictures: ImageDataset, source: ImageDataset, *, skip_unpaired:
         UsageError: if pictures have no partner, or one of another shape, and ``skip_unpaired`` is off or none has one.
     """
     mine, theirs = _rows_by_stem(pictures), _rows_by_stem(source)
-    where = f"--source_path {source.info.source} and --dataset_path {pictures.info.source}"
-    both = [stem for stem in mine if stem in theirs]
+    partner = {
+        stem: row
+        for stem, row in theirs.items()
+        if stem in mine and _is_alike(pictures.originals[mine[stem]], source.originals[row])
+    }
     excluded = {_stem(name) for name in pictures.arguments.get("exclude", ())}
-    alone = [stem for stem in (*mine, *theirs) if (stem in mine) != (stem in theirs) and stem not in excluded]
-    if not both:
-        raise UsageError(f"{where} have no file names in common: rename the files of a pair alike")
-    originals = {stem: (pictures.originals[mine[stem]], source.originals[theirs[stem]]) for stem in both}
-    unlike = [stem for stem in both if not _is_alike(*originals[stem])]
-    found = f"{len(alone)} pictures in {where} have no partner, such as {alone[0]}" if alone else ""
-    remedy = "add the partner"
-    if unlike:
-        shapes = " and ".join(size_text(each.width, each.height) for each in originals[unlike[0]])
-        found = f"{len(unlike)} of {len(both)} pairs in {where} differ in shape, such as {unlike[0]} ({shapes})"
-        remedy = "crop both pictures alike"
-    if found and (not skip_unpaired or len(unlike) == len(both)):
-        raise UsageError(f"{found}: {remedy}, or pass --skip_broken_images")
-    if found:
+    if alone := sorted({*mine, *theirs} - {*partner} - excluded):
+        where = f"--source_path {source.info.source} and --dataset_path {pictures.info.source}"
+        found = f"{len(alone)} pictures in {where} have no partner of the same name and shape, such as {alone[0]}"
+        if not partner or not skip_unpaired:
+            raise UsageError(f"{found}: add the partner, or pass --skip_broken_images")
         PartialState().print(f"note: {found}; they are left out")
-    fit = {stem: row for stem, row in theirs.items() if stem not in {*unlike}}
-    partners = [fit.get(stem, -1) for stem in mine]
-    paired = pictures.with_source(source, partners)
-    return paired.subset([row for row, partner in enumerate(partners) if partner >= 0])
+    paired = pictures.with_source(source, [partner.get(stem, -1) for stem in mine])
+    return paired.subset([row for row, stem in enumerate(mine) if stem in partner])
 
 
 def _stem(name: str) -> str:

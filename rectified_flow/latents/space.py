@@ -282,9 +282,8 @@ def encode_pictures(pictures: ImageDataset, autoencoder: Autoencoder, *, mirrore
         images = pictures.read_batch(numbers)["images"].to(state.device)
         variants = [images, images.flip(-1)][: 1 + mirrored]
         latents = torch.cat([space.from_pictures(each) for each in variants], dim=1).half()
-        found = f"--autoencoder {autoencoder.name} gives latents of {info.source} that are not finite"
         if not latents.isfinite().all():
-            raise UsageError(f"{found}, or too large for float16: choose another autoencoder")
+            raise UsageError(f"--autoencoder {autoencoder.name} gives latents of {info.source} that are not finite")
         return {"latents": latents}
 
     def describe() -> dict[str, Any]:

@@ -226,8 +226,7 @@ class Fields(Space):
         if partner is not None:
             sources = cls.of(partner, shape, value_range=value_range, transform=transform, show=show)
             if len(sources.low) != len(low):
-                counts = f"{len(sources.low)} channels, and the fields to generate have {len(low)}"
-                raise UsageError(f"--source_path has {counts}: pass sources with the same number")
+                raise UsageError(f"--source_path has {len(sources.low)} channels: pass sources with {len(low)}")
         return replace(
             stored,
             shape=(len(low), *shape[1:]),
@@ -388,8 +387,8 @@ def range_of(text: str, stored: Fields, images: Array | None) -> tuple[Sequence[
         return stored.low, stored.high
     numbers = [number for part in text.split(",") if (number := as_number(part)) is not None]
     if len(numbers) != len(text.split(",")) or len(numbers) not in (2, 2 * channels):
-        ranges = f"MIN,MAX, or MIN,MAX for each of the {channels} channels"
-        raise UsageError(f"--space value_range={text} must be measured, percentile:P with P below 50, {ranges}")
+        choices = "measured, percentile:P with P below 50, MIN,MAX, or MIN,MAX for each channel"
+        raise UsageError(f"--space value_range={text} must be {choices}")
     numbers *= 2 * channels // len(numbers)
     return numbers[::2], numbers[1::2]
 

@@ -41,7 +41,7 @@ REFUSALS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("--teacher_steps 7", "--teacher_steps needs --teacher"),
     ],
     (TRAIN, ""): [
-        ("--image_size 8 --dim_mults 1 2", "--dataset synthetic-flowers or your own --dataset_path"),
+        ("--image_size 8 --dim_mults 1 2", "--dataset synthetic-flowers or --dataset_path"),
     ],
     # what can be refused before the pictures are decoded, one of which is broken
     (TRAIN, BROKEN): [

@@ -220,9 +220,8 @@ def is_image(file: Path) -> bool:
 
 def refuse_folder(error: OSError) -> None:
     """Raise a UsageError that names the unreadable folder."""
-    name = printable(error.filename)
-    remedy = "change its rights, or pass --skip_broken_images"
-    raise UsageError(f"the folder {name} cannot be read ({error.strerror}): {remedy}") from error
+    found = f"the folder {printable(error.filename)} cannot be read ({error.strerror})"
+    raise UsageError(f"{found}: change its rights, or pass --skip_broken_images") from error
 
 
 def find_files(

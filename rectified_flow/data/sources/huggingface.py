@@ -57,8 +57,7 @@ class HuggingFaceSource(ImageSource):
             return _true_names(list(names))
         largest = max((label for label in self._rows[self._label_column] if label is not None), default=-1)
         if largest >= MAX_CLASSES:
-            found = f"the column {self._label_column} of {self.name} contains the number {largest}"
-            raise UsageError(f"{found}, which is not a class: number the classes from 0, or rename the column")
+            raise UsageError(f"{self.name} has the {self._label_column} {largest}: number the classes from 0")
         return [str(label) for label in range(largest + 1)]
 
     def __len__(self) -> int:
@@ -143,8 +142,7 @@ class HuggingFaceSource(ImageSource):
             reason = f"cannot be read as a dataset ({(table and content_of(table)) or first_line(error)})"
             if isinstance(self.source, str):
                 why = "there is no network" if offline else f"check the name ({first_line(error)})"
-                instead = "--dataset synthetic-flowers or your own --dataset_path FOLDER"
-                reason = f"could not be loaded from the hub: {why}; to train without a download, pass {instead}"
+                reason = f"could not be loaded from the hub: {why}; pass --dataset synthetic-flowers or --dataset_path"
             raise UsageError(f"{self._flag} {reason}") from error
 
 
