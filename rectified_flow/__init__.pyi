@@ -29,7 +29,7 @@ from rectified_flow.runs.config import TrainingConfig as TrainingConfig
 from rectified_flow.spaces.degradations import Degradation as Degradation
 from rectified_flow.spaces.pixels import Pixels as Pixels
 from rectified_flow.spaces.space import Space as Space
+from rectified_flow.training.evaluations import Callback as Callback
 from rectified_flow.training.evaluations import EvaluationHook as EvaluationHook
 from rectified_flow.training.evaluations import Measurement as Measurement
-from rectified_flow.training.trainer import Callback as Callback
 from rectified_flow.training.trainer import Trainer as Trainer

@@ -23,7 +23,7 @@ import tyro
 from annotated_types import Ge, Gt, Interval, Le, Lt
 
 from rectified_flow.errors import DamageError, UsageError, first_line
-from rectified_flow.registry import Role, find, names, parameters_of
+from rectified_flow.registry import Role, as_plain, find, names, parameters_of
 from rectified_flow.system.files import LONGEST, check_document, read_document, usable_path
 
 C = TypeVar("C")
@@ -240,7 +240,7 @@ def plain(config: Any, *, paths: bool = True) -> dict[str, Any]:
         paths: include the flags that are set to a path.
     """
     values = values_of(config).items()
-    return {name: as_plain(value) for name, value in values if paths or not isinstance(value, Path)}
+    return {name: as_plain(value, name) for name, value in values if paths or not isinstance(value, Path)}
 
 
 def flags_in(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -379,13 +379,6 @@ def import_modules(modules: Sequence[str]) -> None:
         except Exception as error:  # of any type, as the module is a user's
             cause = f"{type(error).__name__}: {first_line(error)}"
             raise UsageError(f"--import {name} failed ({cause}): name a module that Python can import") from error
-
-
-def as_plain(value: Any) -> Any:
-    """Return a value as JSON can hold it."""
-    if isinstance(value, tuple):
-        return [as_plain(each) for each in value]
-    return str(value) if isinstance(value, Path) else value
 
 
 @dataclass(frozen=True)

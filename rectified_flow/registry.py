@@ -107,7 +107,7 @@ def describe(value: object) -> dict[str, Any]:
     for name in parameters_of(type(value)):
         if not hasattr(value, name):
             raise UsageError(f"{kind}.{name} does not exist: keep each constructor argument in an attribute")
-        arguments[name] = _plain(getattr(value, name), f"{kind}.{name}")
+        arguments[name] = as_plain(getattr(value, name), f"{kind}.{name}")
     return {"kind": kind} | arguments
 
 
@@ -180,7 +180,12 @@ def _check_arguments(kind: type, arguments: dict[str, Any]) -> None:
                 raise UsageError(f"{name} is {problem}")
 
 
-def _plain(value: object, name: str) -> Any:
+def as_plain(value: object, name: str) -> Any:
+    """Return the value called ``name`` as JSON can hold it.
+
+    Raises:
+        UsageError: if it is neither plain data nor of a registered class.
+    """
     if is_registered(value):
         return describe(value)
     if isinstance(value, _Plain):
@@ -188,9 +193,9 @@ def _plain(value: object, name: str) -> Any:
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, list | tuple):
-        return [_plain(each, name) for each in value]
+        return [as_plain(each, name) for each in value]
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {key: _plain(each, name) for key, each in value.items()}
+        return {key: as_plain(each, name) for key, each in value.items()}
     raise UsageError(f"{name} is a {type(value).__name__}, neither plain data nor of a registered class")
 
 

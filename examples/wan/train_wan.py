@@ -20,7 +20,7 @@ from accelerate.utils import set_seed
 from clips import encode_clips, find_clips
 from rectified_flow import Callback, RectifiedFlow, Trainer, TrainingConfig
 from rectified_flow.cli.build import join
-from rectified_flow.cli.config import ProgramConfig, check_folders
+from rectified_flow.cli.config import ProgramConfig, check_outside
 from rectified_flow.distributed import on_main
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import Flags, Positive, Probability, default_is, recorded
@@ -80,7 +80,8 @@ class WanFlags:
     program: ProgramConfig = field(default_factory=ProgramConfig)
 
     def __post_init__(self) -> None:
-        check_folders(self.run, self.wan.dataset_path, self.wan.cache_dir)
+        written = {"output_dir": self.run.output_dir, "cache_dir": self.wan.cache_dir}
+        check_outside("dataset_path", self.wan.dataset_path, **written)
 
 
 class LoraFile(Callback):

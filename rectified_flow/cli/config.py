@@ -239,13 +239,10 @@ class OneStepConfig(TrainConfig):
         return self.flow.method or ("mean_flow" if self.teacher.teacher is None else "distill")
 
 
-def check_folders(run: TrainingConfig, data: Path | None, cache_dir: Path | None, flag: str = "dataset_path") -> None:
-    """Raise a UsageError if a run would write into the folder ``data`` of its training data, which ``flag`` names."""
-    if data is None:
-        return
-    written = {"output_dir": run.output_dir, "cache_dir": cache_dir}
-    for name, folder in written.items():
-        if folder is not None and Path(realpath(folder)).is_relative_to(realpath(data)):
+def check_outside(flag: str, data: Path | None, **folders: Path | None) -> None:
+    """Raise a UsageError if one of the folders lies in the folder of data that a flag names."""
+    for name, folder in folders.items():
+        if data is not None and folder is not None and Path(realpath(folder)).is_relative_to(realpath(data)):
             raise UsageError(f"--{name} {folder} lies inside --{flag} {data}: choose a folder outside")
 
 
@@ -443,8 +440,6 @@ class WatchedConfig(Flags):
 
     runs: Annotated[Path, tyro.conf.Positional] = Path("runs")
     """Folder of a run (--output_dir), or a folder that contains runs."""
-    port: Annotated[int, Interval(ge=0, le=65535)] = 6006
-    """Port of the page."""
 
 
 @dataclass(frozen=True)

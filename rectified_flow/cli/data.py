@@ -116,15 +116,8 @@ def check_source(data: DataConfig, flags: SourceConfig, space: Space) -> None:
             degradation.check_sides(*space.shape[-2:])
         except ValueError as error:
             raise UsageError(f"--degrade {flags.degrade} does not suit --image_size: {error}") from error
-    if flags.source_path is None:
-        return
-    if not flags.source_path.is_dir():
+    if flags.source_path is not None and not flags.source_path.is_dir():
         raise UsageError(f"--source_path {flags.source_path} is not a folder")
-    if data.dataset_path is not None and flags.source_path.resolve().is_relative_to(data.dataset_path.resolve()):
-        raise UsageError(
-            f"--source_path {flags.source_path} lies in --dataset_path {data.dataset_path}, whose pictures are "
-            "generated: pass two folders side by side"
-        )
 
 
 def add_source(pictures: ImageDataset, data: DataConfig, flags: SourceConfig) -> ImageDataset:
@@ -195,6 +188,17 @@ def split_of(pictures: ImageDataset, data: DataConfig) -> Split | None:
     One of the two parts may be too small. All programs that open the pictures of a run get the same split.
     """
     return hold_out(pictures, data.holdout, data.data_seed or 0) if data.holdout else None
+
+
+def divided(pictures: ImageDataset, data: DataConfig) -> tuple[ImageDataset, ImageDataset | None]:
+    """Return the pictures that a run is trained on, and those that it holds out, if there are any. Collective."""
+    split = split_of(pictures, data)
+    if split is None:
+        return pictures, None
+    if split.problem is not None:
+        PartialState().print(f"warning: no pictures are held out, as --holdout leaves {split.problem}")
+        return pictures, None
+    return split.divide(pictures)
 
 
 def check_conditions(flow: Flow, source: object, pictures: RealData) -> None:

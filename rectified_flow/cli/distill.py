@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rectified_flow import randomness
 from rectified_flow.cli.config import TrainConfig
-from rectified_flow.cli.data import check_conditions, split_of
+from rectified_flow.cli.data import check_conditions, divided
 from rectified_flow.data.build import StoreWriter, claimed, fill
 from rectified_flow.data.config import DataConfig
 from rectified_flow.data.store import RECIPE_FILE, ImageDataset, StoreDataset
@@ -232,7 +232,7 @@ class _Generator:
         check_conditions(self.teacher, recipe.source, pictures)
         # A picture for each row, whose label and source the row gets, so that these are distributed as in the pictures.
         if self.teacher.takes_source or pictures.columns:
-            self.pictures = _seen_by(pictures, data)
+            self.pictures, _ = divided(pictures, data)
         generator = randomness.generator("cpu", recipe.seed, "labels of pairs")
         self.picture_of = torch.randint(len(self.pictures), (recipe.pairs,), generator=generator).tolist()
 
@@ -275,11 +275,3 @@ class _Generator:
             return of_pictures
         labels = self.pictures.condition_values(self.picture_of)["labels"].numpy()
         return of_pictures | {"labels": labels, "class_names": self.pictures.class_names}
-
-
-def _seen_by(pictures: ImageDataset, data: DataConfig) -> ImageDataset:
-    """Return the pictures that a teacher was trained on, without those that it held out. Collective."""
-    split = split_of(pictures, data)
-    if split is None or split.problem is not None:
-        return pictures
-    return split.divide(pictures)[0]

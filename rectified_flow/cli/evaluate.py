@@ -9,7 +9,7 @@ from tqdm.auto import tqdm
 
 from rectified_flow.cli.build import guidance_of, open_trained
 from rectified_flow.cli.config import EvaluateConfig, MeasureConfig, TrainConfig
-from rectified_flow.cli.data import check_conditions, find_data, open_data, split_of
+from rectified_flow.cli.data import check_conditions, divided, find_data, open_data
 from rectified_flow.cli.record import config_in
 from rectified_flow.data.sources import ImageSource
 from rectified_flow.data.store import ImageDataset
@@ -121,14 +121,10 @@ def real_data(
     if not isinstance(found, ImageSource):
         return RenderedItems(found, trained.flow.space, name_of(config.data.dataset)), None, None
     pictures = open_data(config.run_data, found, trained.flow.conditions)
-    split = split_of(pictures, config.data)
-    if split is None or split.problem is not None:
-        if split is not None:
-            state.print(f"warning: comparing with all pictures, as {split.problem}")
-        return pictures, None, None
-    training, held_out = split.divide(pictures)
-    # A run with a teacher does not learn the velocity on pictures, so that loss says nothing about it.
-    return training, held_out, None if config.teacher.teacher else HeldOutPictures(training, held_out, config.run.seed)
+    training, held_out = divided(pictures, config.data)
+    if held_out is None or config.teacher.teacher is not None:  # a teacher's run learns no velocity on pictures
+        return training, held_out, None
+    return training, held_out, HeldOutPictures(training, held_out, config.run.seed)
 
 
 def _framing_of(trained: Trained, measure: MeasureConfig) -> dict[str, Any]:

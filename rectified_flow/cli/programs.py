@@ -236,7 +236,7 @@ def serve_tensorboard(config: Any) -> None:
     if not any(folder.rglob("events.out.tfevents*")):
         raise UsageError(f"no run in {folder} logs to TensorBoard: train with --log_with tensorboard")
     board = program.TensorBoard()
-    board.configure(argv=["tensorboard", "--logdir", str(folder), "--port", str(config.watched.port)])
+    board.configure(argv=["tensorboard", "--logdir", str(folder)])
     board.main()
 
 

@@ -15,6 +15,7 @@ from tqdm.auto import tqdm
 
 from rectified_flow.cli.build import open_trained
 from rectified_flow.cli.config import MeasureConfig, PicturesConfig, SampleConfig
+from rectified_flow.cli.evaluate import real_data
 from rectified_flow.cli.sample_request import GRID_PICTURES, PREVIEW, SampleRequest, read_request
 from rectified_flow.condition import read_written
 from rectified_flow.distributed import check_shared, on_main
@@ -104,7 +105,8 @@ def sample(config: SampleConfig) -> None:
     request = read_request(flags, trained, options) if like is None else _repeat(like, trained, options)
     settings = _settings_of(config, trained, request)
     card = {} if model is None else card_of_run(trained, flags.license)
-    data = None if flags.nearest is None else _training_data(flags.nearest, trained, state)
+    place = MeasureConfig(dataset_path=next(iter(flags.nearest or ()), None))  # where the training pictures are now
+    data = None if flags.nearest is None else real_data(place, trained, state)[0]
     folder = flags.output_dir or trained.run_folder / ("generated" if like is None else "like")
     outputs = Outputs(folder, request, trained.flow.space, settings if flags.metadata else None)
     with ExitStack() as held:
@@ -297,17 +299,6 @@ def _grid_of(outputs: Outputs, variants: int) -> Any:
 def read_pictures(files: Sequence[Path]) -> Tensor:
     """Read pictures as uint8 ``[n, 3, h, w]``."""
     return torch.stack([pil_to_tensor(over_white(open_picture(file))) for file in files])
-
-
-def _training_data(place: Sequence[Path], trained: Trained, state: PartialState) -> RealData:
-    """Open the training pictures of a model, which are in the folder ``place`` if they have moved. Collective.
-
-    Raises:
-        UsageError: if they are not there.
-    """
-    from rectified_flow.cli.evaluate import real_data  # loads all scores
-
-    return real_data(MeasureConfig(dataset_path=next(iter(place), None)), trained, state)[0]
 
 
 def _write_nearest(data: RealData, outputs: Outputs, state: PartialState) -> None:

@@ -12,7 +12,7 @@ from accelerate.utils import set_seed
 
 from rectified_flow.cli import planning
 from rectified_flow.cli.build import build_flow, choose_flow, choose_network, join
-from rectified_flow.cli.config import UNET, EvaluationConfig, OneStepConfig, TrainConfig, check_folders
+from rectified_flow.cli.config import UNET, EvaluationConfig, OneStepConfig, TrainConfig, check_outside
 from rectified_flow.cli.data import build_space, check_source, find_data, open_data, split_of, with_space
 from rectified_flow.cli.distill import DistillationData, open_distilled
 from rectified_flow.cli.plan import MIN_TO_HOLD_OUT, proposed_share
@@ -36,8 +36,8 @@ from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.folder import check_start, describe_run, write_config
 from rectified_flow.spaces.space import Space
 from rectified_flow.system.terminal import line, lines, size_text
-from rectified_flow.training.evaluations import EvaluationHook, HeldOutHook
-from rectified_flow.training.trainer import Callback, Trainer
+from rectified_flow.training.evaluations import Callback, EvaluationHook, HeldOutHook
+from rectified_flow.training.trainer import Trainer
 
 MEASUREMENTS = 10
 """Least number of measurements of the held-out loss in a run by default, before the limit of MEASURED_SHARE."""
@@ -149,8 +149,10 @@ def check_flags(config: TrainConfig) -> None:
     if (method in ("distill", "reflow")) != has_teacher:
         needed = "has no effect with --teacher" if has_teacher else "needs --teacher: pass the run of a rectified flow"
         raise UsageError(f"--method {method} {needed}")
-    for name, folder in {"dataset_path": config.data.dataset_path, "source_path": config.source.source_path}.items():
-        check_folders(config.run, folder, config.data.cache_dir, name)
+    source = config.source.source_path
+    written = {"output_dir": config.run.output_dir, "cache_dir": config.data.cache_dir}
+    check_outside("dataset_path", config.data.dataset_path, **written, source_path=source)
+    check_outside("source_path", source, **written)
     noise = {"source_noise": not config.source.as_start and config.source.source_noise}
     refuse(noise, "has no effect with --source_as condition: leave it out")
     network, flow = choose_network(config.network), choose_flow(config)

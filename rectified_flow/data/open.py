@@ -18,8 +18,8 @@ from rectified_flow.data.sources.huggingface import HuggingFaceSource, find_data
 from rectified_flow.data.sources.synthetic_flowers import SYNTHETIC_FLOWERS, SyntheticFlowers
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import Positive, as_plain, name_of, split_part, typed_options
-from rectified_flow.registry import find, names, parameters_of
+from rectified_flow.flags import Positive, name_of, split_part, typed_options
+from rectified_flow.registry import as_plain, find, names, parameters_of
 from rectified_flow.system.files import printable, usable_path
 from rectified_flow.system.pictures import content_of
 from rectified_flow.system.terminal import escaped
@@ -94,7 +94,7 @@ class OxfordFlowersDataset(ImageDataset):
 
 def open_images(source: ImageSource | None = None, **given: Any) -> ImageDataset:
     """Open a dataset by the arguments of :func:`open_dataset`; errors speak of flags."""
-    arguments = {name: as_plain(value) for name, value in given.items()}
+    arguments = {name: as_plain(value, name) for name, value in given.items()}
     if "" in (arguments["dataset_path"], arguments["cache_dir"]):  # an empty path would be the current folder
         raise UsageError("--dataset_path or --cache_dir is empty: check whether a variable is unset")
     path = open_store(

@@ -1,29 +1,69 @@
-"""Measurements during training: of anything at intervals, of distances, and of the held-out loss."""
+"""What looks at a run in training: callbacks, measurements at intervals, evaluations, and previews."""
 
 from abc import abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from math import inf
-from typing import Any, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 
 from rectified_flow.distributed import map_over_ranks, on_main
 from rectified_flow.errors import RunError, UsageError
-from rectified_flow.evaluation.evaluator import Evaluator
+from rectified_flow.evaluation.evaluator import Evaluator, conditions_of, render_sources
 from rectified_flow.evaluation.heldout import HeldOutLoss, HeldOutPictures, judge
-from rectified_flow.flows.flow import Flow
+from rectified_flow.flows.flow import SOURCE, Flow, sample_batches
+from rectified_flow.flows.solvers import Guidance
 from rectified_flow.runs import checkpoint
+from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.system.files import check_document
-from rectified_flow.system.pictures import Panel, draw_panels
-from rectified_flow.system.signals import Interrupted
+from rectified_flow.system.pictures import Legend, Panel, draw_panels
+from rectified_flow.system.signals import Interrupted, raise_if_stop_requested
 from rectified_flow.system.terminal import line
-from rectified_flow.training.preview import default_guidance
-from rectified_flow.training.trainer import Callback, Trainer
 
+if TYPE_CHECKING:
+    from rectified_flow.training.trainer import Trainer
+
+MAX_BATCH = 64  # samples that a process generates at once; fewer where it trains on fewer
+PAIRS = 4  # pairs of a source and a sample in a row of a preview
+Preview = tuple[Tensor, int | None, list[str] | None, Legend | None]
+"""Samples, the columns of their grid, the text below each, and the meaning of their colours."""
 MORE_HELP = "evaluate.py counts copies; more pictures, --augment or a smaller --dim let it train for longer"
+
+
+class Callback:
+    """A set of methods that the trainer calls on **every** rank, each at the same step; override some of them.
+
+    As every rank calls them, they may contain collectives (``trainer.accelerator.gather`` and the like), but never
+    inside ``if is_main_process``. Work that one rank does alone should be short, because the others wait for it at the
+    next step. Whether a step was finite is known one step later, so an ``on_step`` that reads losses or weights should
+    first call ``trainer.stepper.finish_pending()``.
+    """
+
+    def on_setup(self, trainer: "Trainer") -> None:
+        """Run before anything is loaded or written; a signal here ends the program at once."""
+
+    def on_start(self, trainer: "Trainer") -> None:
+        """Run before the first step, with the checkpoint loaded and the run's files open."""
+
+    def on_step(self, trainer: "Trainer") -> None:
+        """Run after each step; ``trainer.state.step`` counts it. ``trainer.save_as_best()`` may be called here."""
+
+    def on_log(self, trainer: "Trainer", metrics: Mapping[str, float]) -> None:
+        """Run after a line of metrics."""
+
+    def on_evaluation(self, trainer: "Trainer", numbers: Mapping[str, float]) -> None:
+        """Run after an evaluation by the :class:`EvaluationHook`, with its numbers by name."""
+
+    def on_checkpoint(self, trainer: "Trainer", path: Path) -> None:
+        """Run when a checkpoint has been copied; a thread of the main process writes it to ``path``."""
+
+    def on_end(self, trainer: "Trainer") -> None:
+        """Run after the last step, or the last one before a requested stop, when everything is on the disk."""
 
 
 class Measurement(Callback):
@@ -46,7 +86,7 @@ class Measurement(Callback):
         self.name, self.total, self.every, self.untrained = name, total, every, untrained
 
     @abstractmethod
-    def measure(self, trainer: Trainer, numbers: list[int]) -> Tensor:
+    def measure(self, trainer: "Trainer", numbers: list[int]) -> Tensor:
         """Measure some items; called on every rank.
 
         It must not contain collectives, as a stop may end it on one rank alone.
@@ -60,10 +100,10 @@ class Measurement(Callback):
         """
 
     @abstractmethod
-    def summarize(self, trainer: Trainer, rows: Tensor) -> dict[str, Any]:
+    def summarize(self, trainer: "Trainer", rows: Tensor) -> dict[str, Any]:
         """Return the entries of a line from the rows of all items, on the main process; it may print."""
 
-    def conclude(self, trainer: Trainer, *, new: bool) -> None:
+    def conclude(self, trainer: "Trainer", *, new: bool) -> None:
         """Act on the recorded lines, on every rank: at the start of a run, and at every interval.
 
         Args:
@@ -71,27 +111,27 @@ class Measurement(Callback):
             new: whether this step has just been measured.
         """
 
-    def plot(self, trainer: Trainer) -> None:
+    def plot(self, trainer: "Trainer") -> None:
         """Plot the recorded lines (``self.file``), on the main process."""
 
-    def on_start(self, trainer: Trainer) -> None:
+    def on_start(self, trainer: "Trainer") -> None:
         """Open the file, and measure the step that the run starts at if that is due and not recorded yet."""
         is_due = trainer.is_due(self.every) and (trainer.state.step > 0 or self.untrained)
         is_recorded = on_main(trainer.accelerator, lambda: self._open(trainer))
         self.conclude(trainer, new=is_due and not is_recorded and self._measure_all(trainer))
 
-    def on_step(self, trainer: Trainer) -> None:
+    def on_step(self, trainer: "Trainer") -> None:
         """Measure if it is due."""
         if trainer.is_due(self.every):
             trainer.stepper.finish_pending()
             self.conclude(trainer, new=self._measure_all(trainer))
 
-    def _open(self, trainer: Trainer) -> bool:
+    def _open(self, trainer: "Trainer") -> bool:
         """Open the file, and return whether it has a line of this step."""
         self.file = trainer.run.log.open(self.name)
         return any(row["step"] == trainer.state.step for row in self.file.rows())
 
-    def _measure_all(self, trainer: Trainer) -> bool:
+    def _measure_all(self, trainer: "Trainer") -> bool:
         """Measure all items and record a line; return False if a stop was requested meanwhile."""
         try:
             with torch.no_grad(), trainer.accelerator.autocast():
@@ -101,7 +141,7 @@ class Measurement(Callback):
         on_main(trainer.accelerator, lambda: self._record(trainer, rows))
         return True
 
-    def _record(self, trainer: Trainer, rows: Tensor) -> None:
+    def _record(self, trainer: "Trainer", rows: Tensor) -> None:
         with trainer.run.log.tolerant(self.name, (OSError, RunError)):
             self.file.add({"step": trainer.state.step, **self.summarize(trainer, rows)})
         with trainer.run.log.tolerant(f"the plot of {self.name}", (OSError, RunError, UsageError)):
@@ -122,23 +162,23 @@ class EvaluationHook(Measurement):
         self.evaluator, self.keeps_best = evaluator, keeps_best
         self._numbers: dict[str, float] = {}
 
-    def on_setup(self, trainer: Trainer) -> None:
+    def on_setup(self, trainer: "Trainer") -> None:
         """Extract the features of the training data: it may take long, and there is nothing to save yet."""
         self.steps = trainer.config.sample_steps or _averaged(trainer).default_steps
         self.settings = self.evaluator.settings | {"steps": self.steps}
         self.evaluator.prepare()
 
-    def measure(self, trainer: Trainer, numbers: list[int]) -> Tensor:
+    def measure(self, trainer: "Trainer", numbers: list[int]) -> Tensor:
         """Return the features of some samples, ``[n, d]``."""
         flow = _averaged(trainer)
         return self.evaluator.sample_features(flow, numbers, steps=self.steps, **default_guidance(flow))
 
-    def summarize(self, trainer: Trainer, rows: Tensor) -> dict[str, Any]:
+    def summarize(self, trainer: "Trainer", rows: Tensor) -> dict[str, Any]:
         """Compute the metrics, and return them with the settings."""
         self._numbers = self.evaluator.compute(rows)
         return self._numbers | self.settings
 
-    def conclude(self, trainer: Trainer, *, new: bool) -> None:
+    def conclude(self, trainer: "Trainer", *, new: bool) -> None:
         """Report a new evaluation, and keep the best checkpoint."""
         if not new:
             return
@@ -148,7 +188,7 @@ class EvaluationHook(Measurement):
         if is_best and self.keeps_best:
             trainer.save_as_best()
 
-    def plot(self, trainer: Trainer) -> None:
+    def plot(self, trainer: "Trainer") -> None:
         """Plot the headline metric and the share of copies over the steps."""
         name = self.evaluator.headline
         numbers = self.file.numbers(name)
@@ -160,7 +200,7 @@ class EvaluationHook(Measurement):
             panels.append(Panel(copies, "copies of training pictures", "step", "share"))
         draw_panels(trainer.config.output_dir / "evaluations.png", panels)
 
-    def _judge(self, trainer: Trainer) -> tuple[Mapping[str, float], bool]:
+    def _judge(self, trainer: "Trainer") -> tuple[Mapping[str, float], bool]:
         """Report the new numbers, and compare them with those of the best checkpoint."""
         run, step, name = trainer.run, trainer.state.step, self.evaluator.headline
         _wait_for_disk(trainer)  # the best so far is known when its checkpoint is written
@@ -195,16 +235,16 @@ class HeldOutHook(Measurement):
         self.pictures, self.stops = pictures, stops
         self._has_warned = False
 
-    def measure(self, trainer: Trainer, numbers: list[int]) -> Tensor:
+    def measure(self, trainer: "Trainer", numbers: list[int]) -> Tensor:
         """Return the loss of some pictures, ``[n]``."""
         return self.pictures.losses(_averaged(trainer), numbers)
 
-    def summarize(self, trainer: Trainer, rows: Tensor) -> dict[str, Any]:
+    def summarize(self, trainer: "Trainer", rows: Tensor) -> dict[str, Any]:
         """Return the mean losses, and the loss of each held-out picture."""
         losses = [float(f"{loss:.6g}") for loss in rows[: self.pictures.count].tolist()]
         return {**self.pictures.means(rows), "losses": losses}
 
-    def conclude(self, trainer: Trainer, *, new: bool) -> None:
+    def conclude(self, trainer: "Trainer", *, new: bool) -> None:
         """Log the measurement, keep the best checkpoint, and warn or stop."""
         measured = on_main(trainer.accelerator, self._measured)
         if not measured:
@@ -238,17 +278,17 @@ class HeldOutHook(Measurement):
         return [each for each in measured if len(each.losses) == self.pictures.count]
 
 
-def _averaged(trainer: Trainer) -> Flow:
+def _averaged(trainer: "Trainer") -> Flow:
     return cast(Flow, trainer.averaged_flow)
 
 
-def _wait_for_disk(trainer: Trainer) -> None:
+def _wait_for_disk(trainer: "Trainer") -> None:
     """Wait at most half of the rank timeout for the checkpoint that is being written, since other ranks wait here."""
     with suppress(TimeoutError):
         trainer.run.saver.wait(trainer.config.rank_timeout / 2)
 
 
-def _mark_best(trainer: Trainer, step: int) -> str:
+def _mark_best(trainer: "Trainer", step: int) -> str:
     """Let ``best`` name the checkpoint of a step, which a run that started without the flag may have pruned."""
     folder = trainer.config.checkpoints
     path = folder / checkpoint.step_name(step)
@@ -258,3 +298,48 @@ def _mark_best(trainer: Trainer, step: int) -> str:
     with suppress(OSError):  # a full disk does not stop the run
         checkpoint.mark_best(path)
     return f"{folder / checkpoint.BEST} is the checkpoint of step {step}, but the last one may generate better samples"
+
+
+def draw_preview(
+    flow: Any, data: Any, config: TrainingConfig, accelerator: Accelerator, per_process: int
+) -> Preview | None:
+    """Generate the samples that sample.py generates with the same seed, on any number of processes. Collective.
+
+    A flow from pictures to pictures starts from the first items of ``data``, which are shown beside the samples. A flow
+    that takes columns gets those of the first items, which are written below the samples. None is returned if the flow
+    cannot sample, no samples are asked for, or a stop was requested meanwhile on any rank.
+    """
+    if config.num_samples == 0 or not hasattr(flow, "sample"):
+        return None
+    how: dict[str, Any] = {"seed": config.seed, "batch_size": min(MAX_BATCH, per_process)}
+    how |= {"steps": config.sample_steps} if config.sample_steps else {}  # otherwise the flow uses its default number
+    how |= default_guidance(flow)
+    count, columns, conditions, texts = config.num_samples, None, dict[str, Tensor](), None
+    if getattr(flow, "takes_source", False) or getattr(data, "columns", None):
+        count = min(count, len(data))
+        conditions = how["conditions"] = conditions_of(flow, data, range(count), config.seed)
+        columns = PAIRS * 2 if SOURCE in conditions else None
+        written = data.condition_texts(range(count)).values() if getattr(data, "columns", None) else ()
+        if SOURCE not in conditions:
+            texts = [", ".join(filter(None, row)) for row in zip(*written, strict=True)]
+
+    def sample(numbers: list[int]) -> Tensor:
+        parts = []
+        for _, images in sample_batches(flow, numbers, **how):
+            parts.append(images)
+            raise_if_stop_requested()
+        return torch.cat(parts)
+
+    space = getattr(flow, "space", None)  # other modules than flows can be sampled, too
+    with torch.no_grad(), accelerator.autocast(), suppress(Interrupted):
+        images = map_over_ranks(accelerator, count, sample)
+        if SOURCE in conditions:
+            images = torch.stack((render_sources(flow, conditions[SOURCE]), images), dim=1).flatten(0, 1)
+        return images, columns, texts, getattr(space, "legend", None)
+    return None
+
+
+def default_guidance(flow: Any) -> dict[str, Guidance]:
+    """Return the guidance with which sample.py samples a flow, as an argument of ``flow.sample``; none for scale 1."""
+    scale = getattr(flow, "default_guidance", 1.0)
+    return {} if scale == 1 else {"guidance": Guidance(scale)}

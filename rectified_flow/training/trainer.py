@@ -26,43 +26,12 @@ from rectified_flow.runs.folder import data_description
 from rectified_flow.runs.run import Run
 from rectified_flow.system.signals import defer_signals, stop_requested
 from rectified_flow.system.terminal import line, progress_bar
+from rectified_flow.training.evaluations import Callback, draw_preview
 from rectified_flow.training.loader import checked, explain_loader_errors, load, paired
 from rectified_flow.training.optimizers import BuildOptimizer, LrSchedule, build_schedule, find_optimizer
-from rectified_flow.training.preview import draw_preview
 from rectified_flow.training.speed import Throughput, items_of, summarize
 from rectified_flow.training.state import TrainingState, constant_average, trained_parameters
 from rectified_flow.training.stepper import Stepper, moved
-
-
-class Callback:
-    """A set of methods that the trainer calls on **every** rank, each at the same step; override some of them.
-
-    As every rank calls them, they may contain collectives (``trainer.accelerator.gather`` and the like), but never
-    inside ``if is_main_process``. Work that one rank does alone should be short, because the others wait for it at the
-    next step. Whether a step was finite is known one step later, so an ``on_step`` that reads losses or weights should
-    first call ``trainer.stepper.finish_pending()``.
-    """
-
-    def on_setup(self, trainer: "Trainer") -> None:
-        """Run before anything is loaded or written; a signal here ends the program at once."""
-
-    def on_start(self, trainer: "Trainer") -> None:
-        """Run before the first step, with the checkpoint loaded and the run's files open."""
-
-    def on_step(self, trainer: "Trainer") -> None:
-        """Run after each step; ``trainer.state.step`` counts it. ``trainer.save_as_best()`` may be called here."""
-
-    def on_log(self, trainer: "Trainer", metrics: Mapping[str, float]) -> None:
-        """Run after a line of metrics."""
-
-    def on_evaluation(self, trainer: "Trainer", numbers: Mapping[str, float]) -> None:
-        """Run after an evaluation by the :class:`EvaluationHook`, with its numbers by name."""
-
-    def on_checkpoint(self, trainer: "Trainer", path: Path) -> None:
-        """Run when a checkpoint has been copied; a thread of the main process writes it to ``path``."""
-
-    def on_end(self, trainer: "Trainer") -> None:
-        """Run after the last step, or the last one before a requested stop, when everything is on the disk."""
 
 
 class Trainer:

@@ -69,7 +69,10 @@ REFUSALS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ],
     (TRAIN, TRANSLATION): [
         ("--source_path {tmp}/nowhere", "--source_path {tmp}/nowhere is not a folder"),
-        ("--source_path {paired.data}/to", "--source_path {paired.data}/to lies in --dataset_path {paired.data}/to"),
+        (
+            "--source_path {paired.data}/to",
+            "--source_path {paired.data}/to lies inside --dataset_path",
+        ),
         ("--source_path {paired.data}/from --degrade grey", "--source_path and --degrade exclude each other"),
         ("--source_path {paired.data}/from --output_dir {paired.data}/from/run", "lies inside --source_path"),
         ("--source_path {paired.data}/from --source_as condition --source_noise 0.2", "--source_noise has no effect"),

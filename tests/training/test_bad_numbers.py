@@ -19,7 +19,8 @@ from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.networks.unet import Unet
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.training import stepper
-from rectified_flow.training.trainer import Callback, Trainer, build_accelerator
+from rectified_flow.training.evaluations import Callback
+from rectified_flow.training.trainer import Trainer, build_accelerator
 from tests.ranks import run_on_ranks
 from tests.training.runs import assert_same_bytes, build_trainer, metrics, tiny_config
 

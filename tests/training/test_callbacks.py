@@ -19,7 +19,8 @@ from rectified_flow.evaluation.features import average_colours
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.system.signals import Interrupted
-from rectified_flow.training.trainer import Callback, Trainer
+from rectified_flow.training.evaluations import Callback
+from rectified_flow.training.trainer import Trainer
 from tests.ranks import run_on_ranks
 from tests.training.runs import RECTIFIED, Tiny, build_trainer, tiny_config, tiny_dataset
 
