@@ -133,16 +133,11 @@ def load_earlier(trained: Trained, state: PartialState, precision: str = "no") -
     """
     path = on_main(state, lambda: checkpoint.early_of(trained.source))
     if path is None:
-        raise UsageError(
-            f"--autoguidance needs a checkpoint of the first quarter of the run, and {trained.source.parent} has none: "
-            "leave it out, or train a run with a shorter --save_every"
-        )
+        folder = trained.source.parent
+        raise UsageError(f"--autoguidance needs a checkpoint of the first quarter of the run, and {folder} has none")
     early, flow = checkpoint.read(path, read_trained, state).flow, trained.flow
     if (type(early), early.space.shape, early.conditions) != (type(flow), flow.space.shape, flow.conditions):
-        raise UsageError(
-            f"--autoguidance needs {path} to be of the same kind as {trained.source}, and it is a "
-            f"{type(early).__name__} of {early.space.noun} with other conditions or sizes: move it away"
-        )
+        raise UsageError(f"--autoguidance needs {path} to be of the same kind as {trained.source}: move it away")
     return to_device(early, state.device, precision)
 
 

@@ -136,9 +136,7 @@ def build_flow(config: TrainConfig, conditions: ConditionSpecs, space: Space | N
     space, given = space or build_space(config.data), config.network
     columns = {name: kind for name, kind in conditions.items() if config.columns.condition_on and name != "labels"}
     if given.use_cfg and not conditions.keys() - columns:
-        raise UsageError(
-            "--use_cfg needs labels, and these pictures have none: put each class in a subfolder of its own"
-        )
+        raise UsageError("--use_cfg needs labels: put the pictures of each class in a subfolder of its own")
     shape, source = space.shape or (), config.source
     kinds = {**(conditions if given.use_cfg else columns), **space.conditions}
     if source.is_given and not source.as_start:
@@ -156,11 +154,9 @@ def build_flow(config: TrainConfig, conditions: ConditionSpecs, space: Space | N
     if source.is_given:
         arguments = {"from_source": source.as_start, "source_noise": source.source_noise}
         arguments["degradation"] = choose_degradation(source.degrade)
-        takes = arguments.keys() <= parameters_of(flow.target).keys()
-        refuse(
-            {"source_path": source.source_path, "degrade": source.degrade} if not takes else {},
-            f"has no effect: {flow.target.__name__} leads from noise to pictures",
-        )
+        if not arguments.keys() <= parameters_of(flow.target).keys():
+            name = "degrade" if source.source_path is None else "source_path"
+            raise UsageError(f"--{name} has no effect: {flow.target.__name__} leads from noise to pictures")
     built: Flow = flow.build(network=module, space=space, condition_dropout=CONDITION_DROPOUT, **arguments)
     return built
 

@@ -240,11 +240,7 @@ def build_space(data: DataConfig, found: ImageDataset | ImageSource | Dataset[An
     target = getattr(kind, "of", kind)
     *_, options = reader_of(data.space)
     refuse({"augment": data.augment > 0 and not can_augment(data)}, f"has no effect on {kind.__name__}: leave it out")
-    given: dict[str, Any] = {
-        "image_size": data.image_size,
-        "horizontal_flip": data.horizontal_flip,
-        "augmentation": data.augment,
-    }
+    given: dict[str, Any] = {"horizontal_flip": data.horizontal_flip, "augmentation": data.augment}
     if data.autoencoder:
         needless = "autoencoder" not in parameters_of(target)
         refuse({"autoencoder": needless}, f"encodes pictures, and the data are {kind.__name__}: leave it out")
@@ -254,7 +250,7 @@ def build_space(data: DataConfig, found: ImageDataset | ImageSource | Dataset[An
     else:
         given |= {"shape": tuple(Batches(found).__getitems__([0])[kind.key].shape[1:])}
     choice = Choice("space", target, typed_options("space", target, options))
-    return cast(Space, choice.build(**given))
+    return cast(Space, choice.build(image_size=data.image_size, **given))
 
 
 def choose_degradation(text: str | None) -> Degradation | None:

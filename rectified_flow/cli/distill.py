@@ -37,6 +37,7 @@ Kind = Literal["pairs", "paths"]
 # for pairs.
 DEFAULTS: dict[Kind, tuple[int, int, Solver]] = {"paths": (5_000, 8, "ab2"), "pairs": (50_000, 16, "midpoint")}
 """Default number of samples, number of steps of each sample, and solver."""
+REMEDY = "choose another --output_dir, or --teacher_dir"
 COMPARED = ("pairs", "steps", "points", "guidance_scale", "autoguidance", "seed", "pictures")
 """Settings that must match those of stored data."""
 COMPARED_UNFINISHED = ("precision", "teacher", "earlier")
@@ -195,19 +196,14 @@ def _check_recipe(recipe: Recipe, distilled: DistillationData, *, is_missing: bo
             autoguidance.
     """
     if recipe.autoguidance != 1 and not recipe.earlier and is_missing:
-        raise UsageError(
-            f"--autoguidance needs a checkpoint of the first quarter of the teacher's run, and "
-            f"{distilled.teacher.parent} has none: leave it out"
-        )
+        raise UsageError("--autoguidance needs a checkpoint of the first quarter of the teacher's run: leave it out")
     stored = recipe_of(distilled) or recipe
     for name in COMPARED + COMPARED_UNFINISHED if is_missing else COMPARED:
         then, now = getattr(stored, name), getattr(recipe, name)
         if then != now:
             called = distilled.kind if name == "pairs" else name
-            raise UsageError(
-                f"the {distilled.kind} in {distilled.folder} differ in {called} ({then} stored, {now} requested): "
-                "choose another --output_dir, or --teacher_dir"
-            )
+            change = f"differ in {called} ({then} stored, {now} requested)"
+            raise UsageError(f"the {distilled.kind} in {distilled.folder} {change}: {REMEDY}")
 
 
 class _Generator:

@@ -152,6 +152,5 @@ def _write_down(folder: Path, result: dict[str, Any]) -> None:
     """Add ``result`` to the saved results, in place of one with the same settings."""
     path, others = folder / RESULTS_FILE, {"distances": None}
     with writing(path), locked_folder(folder):
-        older = {"autoguidance": 1.0}  # results of earlier versions
-        results = [each for each in read_results(folder) if older | each | others != result | others]
+        results = [each for each in read_results(folder) if each | others != result | others]
         replace_file(path, json.dumps([*results, result], indent=1))

@@ -189,15 +189,10 @@ class NetworkCall(nn.Module):
         super().__init__()
         conditions = chosen(flow.conditions)
         if not isinstance(flow, RectifiedFlow | FlowMap):
-            raise UsageError(
-                f"--checkpoint has a {type(flow).__name__}: only a rectified flow or a map can be exported"
-            )
+            raise UsageError(f"--checkpoint has a {type(flow).__name__}: only rectified flows and maps can be exported")
         flow.space.on_page()  # raises an error for data of another kind
         if others := conditions.keys() - written(conditions).keys() - {SOURCE}:
-            raise UsageError(
-                f"--checkpoint has a network with the condition {min(others)}: only labels, numbers, captions and a "
-                "source can be exported"
-            )
+            raise UsageError(f"--checkpoint has a network with the condition {min(others)}, which cannot be exported")
         self.flow: RectifiedFlow | FlowMap = flow.eval().requires_grad_(False)
         self.is_map, self.shape = isinstance(flow, FlowMap), flow.space.shape or ()
         self.kinds = written(conditions)

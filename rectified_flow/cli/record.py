@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from accelerate import PartialState
 
 from rectified_flow.cli.config import NetworkConfig, TrainConfig
-from rectified_flow.cli.distill import DistillationData, recipe_of
+from rectified_flow.cli.distill import REMEDY, DistillationData, recipe_of
 from rectified_flow.data.config import RunData
 from rectified_flow.distributed import on_main
 from rectified_flow.errors import UsageError
@@ -69,12 +69,11 @@ def resolved(config: C) -> tuple[C, bool]:
     state = PartialState()
     begun = on_main(state, lambda: begun_config(config))
     if begun is not None:
-        places = {name: plain(config)[name] for name in ("output_dir", "resume")}
         check_method(config, begun)
         given, teacher, of_run = config.given, begun.teacher.teacher, config.teacher.teacher
         if teacher is not None and of_run is not None and teacher.resolve().is_relative_to(of_run.resolve()):
             given -= {"teacher"}  # the run of the teacher may have a newer checkpoint by now
-        known = based_on(replaced(begun, places), config, given)
+        known = based_on(begun, config, given | {"output_dir", "resume"})
         total = known.run.global_batch_size
         if total is not None and "global_batch_size" not in config.given:  # the number of processes may have changed
             share, most = max(total // state.num_processes, 1), known.run.batch_size
@@ -122,13 +121,11 @@ def _stored_source(distilled: DistillationData) -> Path | None:
     stored = recipe_of(distilled)
     if stored is None:
         return None
-    source, remedy = Path(stored.source), "choose another --output_dir, or --teacher_dir"
+    source = Path(stored.source)
     if not source.resolve().is_relative_to(distilled.teacher.resolve()):
-        raise UsageError(f"{distilled.folder} contains {distilled.kind} of {source}: {remedy}")
+        raise UsageError(f"{distilled.folder} contains {distilled.kind} of {source}: {REMEDY}")
     if checkpoint.fingerprint(source) == checkpoint.MISSING:
-        raise UsageError(
-            f"{source}, the teacher of the {distilled.kind} in {distilled.folder}, no longer exists: {remedy}"
-        )
+        raise UsageError(f"{source}, which drew the {distilled.kind} in {distilled.folder}, no longer exists: {REMEDY}")
     return source
 
 
@@ -137,9 +134,7 @@ def _with_teacher(config: C, distilled: DistillationData) -> C:
     source = checkpoint.resolve(_stored_source(distilled) or distilled.teacher, (checkpoint.CONFIG_FILE,))
     teacher: TrainConfig = config_of(source)
     if distilled.kind == "paths" and teacher.flow.prediction != "velocity":
-        raise UsageError(
-            f"--teacher {source} predicts the {teacher.flow.prediction}: pass one that predicts the velocity"
-        )
+        raise UsageError(f"--teacher {source} predicts the {teacher.flow.prediction}: pass one of the velocity")
     is_condition = teacher.source.is_given and not teacher.source.as_start
     if distilled.guidance_scale != 1 and not (teacher.network.use_cfg or teacher.columns.condition_on or is_condition):
         raise UsageError(f"--guidance_scale needs conditions, and {source} has none")
@@ -148,9 +143,7 @@ def _with_teacher(config: C, distilled: DistillationData) -> C:
     for name in sorted(shared):
         if not rules[name].local and mine[name] != theirs[name]:
             inherited = " ".join(command_line({name: theirs[name]}))
-            raise UsageError(
-                f"--{name} has no effect with --teacher: the run inherits {inherited} of {source}; leave it out"
-            )
+            raise UsageError(f"--{name} has no effect with --teacher: the run inherits {inherited} of {source}")
     local = {name: value for name, value in values_of(config).items() if name in shared and rules[name].local}
     return replaced(
         replace(

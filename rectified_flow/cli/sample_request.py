@@ -222,10 +222,8 @@ def find_inputs(path: Path, space: Space) -> list[Path]:
     found = find_files(path) if path.is_dir() else []
     files = [file for file in found if file.suffix.lower() in suffixes and not file.name.endswith(ours)]
     if not files:
-        raise UsageError(
-            f"--from_images {path} is neither a file nor a folder of files like the training data: "
-            f"{', '.join(sorted(suffixes))}"
-        )
+        known = ", ".join(sorted(suffixes))
+        raise UsageError(f"--from_images {path} is neither a file nor a folder of files that end with {known}")
     return files
 
 

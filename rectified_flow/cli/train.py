@@ -66,7 +66,7 @@ def one_step_of(config: TrainConfig) -> OneStepConfig:
     run, rules, values = config.run, rules_of(TrainConfig), values_of(config)
     shared = {name: values[name] for name in config.given if rules[name].local and name not in rules_of(RunData)}
     flags: dict[str, Any] = {"teacher": run.output_dir, "output_dir": run.output_dir / "one-step"}
-    flags |= {"budget": planning.budget_of(config), "seed": run.seed, "dry_run": config.program.dry_run, **shared}
+    flags |= {"budget": planning.budget_of(config), "seed": run.seed, **shared}
     made = replaced(OneStepConfig(), flags)
     object.__setattr__(made.program, "given", frozenset(flags))
     return made
@@ -176,9 +176,8 @@ def _open_data(config: TrainConfig, found: Any) -> Any:
     pictures = open_data(config.run_data, found)
     unequal = [name for name, column in pictures.columns.items() if not isinstance(column.kind, Labels)]
     if config.flow.coupling == "ot" and unequal:
-        raise UsageError(
-            f"--coupling ot pairs only rows with equal conditions, and {unequal[0]} differs in most rows: leave it out"
-        )
+        equal = f"--coupling ot pairs only rows with equal conditions, and {unequal[0]} differs in most rows"
+        raise UsageError(f"{equal}: leave it out")
     # Different numbers of pictures would desynchronise the processes.
     facts = {"the number of pictures": len(pictures), "their fingerprint": pictures.fingerprint}
     check_equal(PartialState(), lambda: facts)

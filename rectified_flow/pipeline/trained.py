@@ -130,9 +130,7 @@ def _draws_of(count: int, seed: int, generator: Generators) -> list[tuple[int, i
     if generator is None:
         return [(seed, number) for number in range(count)]
     if len(generator) != count:
-        raise UsageError(
-            f"there are {len(generator)} generators for {count} pictures: pass one for each, or a single one"
-        )
+        raise UsageError(f"there are {len(generator)} generators for {count} pictures: pass one for each, or one")
     return [(_seed_of(each), 0) for each in generator]
 
 

@@ -329,10 +329,8 @@ def load_weights(network: nn.Module, path: Path, *names: str) -> None:
     for key in [*wanted, *saved]:
         there, here = (tuple(of[key].shape) if key in of else "missing" for of in (saved, wanted))
         if there != here and key not in elsewhere:
-            raise UsageError(
-                f"checkpoint {path} is of another architecture ({key} is {there} there and {here} here): pass the "
-                "network flags in its config.json, or choose another --output_dir"
-            )
+            architecture = f"another architecture ({key} is {there} there and {here} here)"
+            raise UsageError(f"checkpoint {path} is of {architecture}: pass its flags, or choose another --output_dir")
     network.load_state_dict(saved, strict=False)
 
 

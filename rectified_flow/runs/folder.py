@@ -169,9 +169,7 @@ def prepare_folders(config: TrainingConfig) -> None:
     known, config_file = is_run(config.output_dir), config.output_dir / RUN_FILES[0]
     claim(prepare_folder("output_dir", config.output_dir), RUN_FILES, ours=known)
     if not known and config_file.exists():  # such as that of a saved model
-        raise UsageError(
-            f"{config_file} is damaged or does not belong to a run: move it away, or choose another --output_dir"
-        )
+        raise UsageError(f"{config_file} is damaged or does not belong to a run: choose another --output_dir")
     folder = prepare_folder("output_dir", config.checkpoints)
     claim(folder, [BEST], ours=any(map(is_artifact, folder.glob("step_*"))))
     for step in config.checkpoints.glob("step_" + "[0-9]" * 8):
@@ -263,15 +261,10 @@ def choose_checkpoint(
     before = checkpoint.load_state(own).run
     places = (own, config.checkpoints, config.output_dir)
     if run.origin not in {"new", before.origin, *(str(place.resolve()) for place in places)}:
-        raise UsageError(
-            f"{config.checkpoints} has checkpoints of a run that did not start from {config.resume}, or newer ones: "
-            "choose another --output_dir"
-        )
+        begun = f"{config.checkpoints} has checkpoints of a run that did not start from {config.resume}, or newer ones"
+        raise UsageError(f"{begun}: choose another --output_dir")
     if run.dataset != before.dataset:
-        raise UsageError(
-            f"{own} was trained on other data or at another size: choose another --output_dir "
-            f"(and --resume {own} to start from its weights)"
-        )
+        raise UsageError(f"{own} was trained on other data or at another size: choose another --output_dir")
     for name in ("seed", "global_batch", "precision"):
         then, now = getattr(before, name), getattr(run, name)
         if then != now:

@@ -36,11 +36,8 @@ def trained_parameters(flow: nn.Module) -> dict[str, nn.Parameter]:
     parameters = {name: p for name, p in flow.named_parameters() if p.requires_grad}
     for name, parameter in parameters.items():
         if parameter.element_size() < torch.float32.itemsize:
-            raise UsageError(
-                f"{name} would be trained in {str(parameter.dtype).removeprefix('torch.')}, in which small updates are "
-                "lost: convert trained parameters with .float() (--mixed_precision bf16 still computes in bfloat16), "
-                "or freeze it"
-            )
+            precision = str(parameter.dtype).removeprefix("torch.")
+            raise UsageError(f"{name} would be trained in {precision}: convert trained parameters with .float()")
     return parameters
 
 
@@ -105,10 +102,8 @@ class TrainingState(checkpoint.Counters):
         for tensors in (weights, self._averaged()):
             largest = get_total_norm([value for value in tensors.values() if value.is_floating_point()], torch.inf)
             if not largest <= LARGEST_WEIGHT:
-                raise RunError(
-                    f"the weights exploded by step {self.step} (the largest is {largest:.1e}) and are not saved; "
-                    "earlier checkpoints are kept: lower --learning_rate, or clip gradients with --max_grad_norm"
-                )
+                exploded = f"the weights exploded by step {self.step} (the largest is {largest:.1e}) and are not saved"
+                raise RunError(f"{exploded}: lower --learning_rate, or clip gradients with --max_grad_norm")
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """Return the tensors of a checkpoint by file; frozen parameters are in the model's file only."""

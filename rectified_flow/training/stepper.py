@@ -154,11 +154,8 @@ class Stepper:
         mine = [position for m in guilty for position in positions[self.batch.rows(rank, m)]]
         self.report(gather_object(mine) or list(positions))
         if state.bad_in_a_row >= MAX_SKIPPED:
-            raise RunError(
-                f"{state.bad_in_a_row} steps in a row had a loss or gradient that was not finite, so "
-                f"training ended at step {state.step}; their images are in bad_steps.jsonl, and earlier "
-                "checkpoints are kept: lower --learning_rate or --max_grad_norm, or inspect those items"
-            )
+            bad = f"{state.bad_in_a_row} steps in a row had no finite loss or gradient, up to step {state.step}"
+            raise RunError(f"{bad}: lower --learning_rate, or inspect the items in bad_steps.jsonl")
 
 
 class _AsyncBool:

@@ -146,10 +146,8 @@ class Trainer:
                 state.load(path, self.accelerator.process_index, self.accelerator.num_processes)
                 self.total_steps = self.config.total_steps(self.batch, self.length, state.step, state.images_seen)
             if self.state.step >= self.total_steps:
-                self.run.print(
-                    f"already trained {self.state.step} of {self.total_steps} steps ({path}); to continue, raise "
-                    "--train_num_steps or --num_epochs, or pass for example --budget +30m"
-                )
+                text = f"already trained {self.state.step} of {self.total_steps} steps ({path})"
+                self.run.print(f"{text}; raise --train_num_steps or --num_epochs, or pass --budget +30m, to continue")
                 distributed.on_main(self.accelerator, self.run.write_status)
                 return True
             with explain_loader_errors(), self.run.opened():
@@ -277,10 +275,8 @@ class Trainer:
         step = self.state.step
         images = sorted(image_indices(positions, self.length, self.config.seed).tolist())
         shown = ", ".join(map(str, images[:8])) + ", ..." * (len(images) > 8)
-        self.run.print(
-            f"warning: step {step} was skipped, number {self.state.bad_in_a_row} in a row: loss or gradient is not "
-            f"finite on {items_of(self.flow)} {shown} (all in bad_steps.jsonl)"
-        )
+        bad = f"loss or gradient is not finite on {items_of(self.flow)} {shown} (all in bad_steps.jsonl)"
+        self.run.print(f"warning: step {step} was skipped, number {self.state.bad_in_a_row} in a row: {bad}")
         self.run.log.bad_step(step, images)
 
     def _save(self) -> None:
