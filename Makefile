@@ -26,8 +26,8 @@ test-all: $(READY_DEV)  ## run the tests, including slow ones; takes some minute
 test-page: $(READY_DEV)  ## run an exported page in chromium, which is to be installed
 	$(BIN)/python -m pytest -m page -n 0
 
-fuzz: $(READY_DEV)  ## test 2,000 random command lines and damaged runs, some 30 minutes
-	FUZZ_CASES=1000 $(BIN)/python -m pytest -n 2 tests/test_fuzz.py
+fuzz: $(READY_DEV)  ## test 2,000 random command lines, some 30 minutes
+	FUZZ_CASES=2000 $(BIN)/python -m pytest -n 2 tests/test_fuzz.py
 
 soak: $(READY_DEV)  ## train while processes are killed and files damaged, some 15 minutes
 	$(BIN)/python -m tests.launch.soak --minutes 10

@@ -1,13 +1,12 @@
-"""Tests of samples by number, from noise and from pictures, of the way back to noise, and of compile options."""
+"""Tests of samples by number, from noise and from pictures, and of the way back to noise."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from rectified_flow.flows.flow import GPU_OPTIONS, Flow, sample_batches
+from rectified_flow.flows.flow import sample_batches
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.networks.unet import Unet
@@ -70,28 +69,3 @@ def test_a_picture_comes_back_from_its_noise() -> None:
     assert (back * 2 - 1 - images).abs().max() < 1e-3
     with pytest.raises(ValueError, match="no way back"):
         trained.encode(images, solver="stochastic")
-
-
-@pytest.mark.parametrize(
-    ("device", "given", "expected"),
-    [
-        ("cpu", {}, {}),
-        ("cuda", {}, {"options": GPU_OPTIONS}),
-        ("cuda", {"options": {"combo_kernels": False}}, {"options": {"combo_kernels": False}}),
-        ("cuda", {"mode": "max-autotune"}, {"mode": "max-autotune"}),
-        ("cuda", {"backend": "eager"}, {"backend": "eager"}),
-    ],
-)
-def test_a_flow_is_compiled_with_options_of_its_own_on_a_gpu(
-    monkeypatch: pytest.MonkeyPatch, device: str, given: dict[str, Any], expected: dict[str, Any]
-) -> None:
-    found: dict[str, Any] = {}
-
-    def note(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
-        found.update(settings)
-        return function
-
-    monkeypatch.setattr(torch, "compile", note)
-    monkeypatch.setattr(Flow, "device", torch.device(device))
-    RectifiedFlow(nn.Identity()).compile(**given)
-    assert found == expected
