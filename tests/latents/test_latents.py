@@ -96,29 +96,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return lambda kind: base / kind if (base / kind).exists() else save_tiny(kind, base / kind)
 
 
-@pytest.mark.parametrize("levels", [1, 2, 3])
-def test_haar_is_orthonormal_and_exact(levels: int) -> None:
-    pictures = torch.rand(2, 3, 16, 16) * 2 - 1
-    latents, spread = Haar(levels).encode(pictures)
-    assert spread is None
-    assert latents.shape == (2, 3 * 4**levels, 16 // 2**levels, 16 // 2**levels)
-    assert latents.square().sum() == pytest.approx(pictures.square().sum().item(), rel=1e-5)
-    torch.testing.assert_close(Haar(levels).decode(latents), pictures, atol=1e-6, rtol=0)
-
-
-def test_haar_of_four_pixels() -> None:
-    picture = torch.tensor([[1.0, 2.0], [3.0, 5.0]]).expand(1, 3, 2, 2)
-    latents, _ = Haar(1).encode(picture)
-    assert latents[0, :4, 0, 0].tolist() == [5.5, -1.5, -2.5, 0.5], "mean, across, down, diagonal"
-
-
-def test_haar_of_eight_bit_pictures_comes_back_through_float16() -> None:
-    """The store has float16; half a step of a pixel is 1 / 255."""
-    pictures = torch.arange(256.0).reshape(1, 1, 16, 16).expand(-1, 3, -1, -1) / 127.5 - 1
-    latents, _ = Haar().encode(pictures)
-    assert (Haar().decode(latents.half().float()) - pictures).abs().max() < 1 / 255
-
-
 @KINDS
 def test_a_pretrained_one_encodes_and_decodes_as_diffusers_does(folder: Callable[[str], Path], kind: str) -> None:
     autoencoder = PretrainedAutoencoder(str(folder(kind)))
