@@ -12,13 +12,14 @@ from einops import rearrange
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from rectified_flow import LatentDataset
 from rectified_flow.data.build import StoreWriter, claimed, default_cache_dir, fill, key_of
+from rectified_flow.data.store import StoreDataset
 from rectified_flow.distributed import on_main
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.system.files import prepare_folder, printable
 from wan import Wan
 
+CLIPS_VERSION = 2
 VIDEO_SUFFIXES = (".gif", ".mkv", ".mov", ".mp4", ".webm")
 
 
@@ -77,7 +78,7 @@ def _clips(folder: Path) -> Iterator[Clip]:
             ) from error
 
 
-class ClipDataset(LatentDataset):
+class ClipDataset(StoreDataset):
     """Encoded clips: ``latents`` float16 ``[1, 2, c, f, h, w]`` and ``text`` float16 ``[tokens, d]``.
 
     The last row of the store has the empty caption and no clip.
@@ -103,7 +104,7 @@ def encode_clips(wan: Wan, clips: Sequence[Clip], cache_dir: Path | None, state:
     contents = [
         (each.caption, each.path.name, each.path.stat().st_size, each.path.stat().st_mtime_ns) for each in clips
     ]
-    key = on_main(state, lambda: key_of(contents, wan.size, wan.model))
+    key = on_main(state, lambda: key_of(CLIPS_VERSION, contents, wan.size, wan.model))
     folder = prepare_folder("cache_dir", cache_dir or default_cache_dir())
     writer = StoreWriter(folder / f"clips-{key}", len(clips) + 1, "clips")
 
@@ -119,10 +120,7 @@ def encode_clips(wan: Wan, clips: Sequence[Clip], cache_dir: Path | None, state:
         return {"latents": latents.half(), "text": wan.embed(clip.caption if clip else "").half()}
 
     def describe() -> dict[str, Any]:
-        latents: dict[str, Any] = {
-            "autoencoder": type(wan.vae).__name__, "pictures": key, "mean": wan.space.mean, "std": wan.space.std
-        }  # fmt: skip
-        return {"source": "clips", "image_size": wan.size[1], "latents": latents}
+        return {"source": "clips", "image_size": wan.size[1], "pictures": key}
 
     with claimed(writer) as is_missing:
         if is_missing:

@@ -34,20 +34,6 @@ LABELS_FILE, INFO_FILE, RECIPE_FILE, ORIGINALS_FILE = "labels.npy", "info.json",
 Positive = Annotated[int, Field(gt=0, lt=2**53)]
 
 
-@dataclass(frozen=True)
-class LatentInfo:
-    """The autoencoder and the scales of the latents of a store."""
-
-    autoencoder: str
-    """Name of the autoencoder, for display."""
-    pictures: str
-    """Fingerprint of the encoded images."""
-    mean: list[float]
-    """Mean of each channel over all images."""
-    std: list[float]
-    """Standard deviation of each channel over all images."""
-
-
 class Original(NamedTuple):
     """The picture that a row of a store was made from."""
 
@@ -88,12 +74,13 @@ class StoreInfo:
     """Names of the classes by label; empty without labels."""
     skipped: list[str] = field(default_factory=list)
     """Broken images that were left out."""
-    latents: LatentInfo | None = None
+    pictures: str | None = None
+    """Fingerprint of the pictures that the rows are latents of; None for other rows."""
     framing: Framing | None = None
     """Form of the images that the rows are or were made from; None for other rows."""
     originals: OriginalInfo | None = None
     space: dict[str, Any] | None = None
-    """Description of the space of the stored rows; None for pictures."""
+    """Description of the space of the stored rows, with the scale of all of them; None for pictures."""
 
     @property
     def size_text(self) -> str:
@@ -196,6 +183,14 @@ class StoreDataset(Dataset[dict[str, Tensor]]):
                 maps[file.stem] = mapped(file, (self.info.length, *shape))
         return maps
 
+    @cached_property
+    def space(self) -> Space:
+        """The space of the stored rows, with the scale of all of them."""
+        framing = self.info.framing
+        if self.info.space is not None:
+            return cast(Space, build(self.info.space))
+        return Pixels(None if framing is None else framing.shape)
+
     @property
     def labels(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """The labels of the items ``[n]``, -1 without labels."""
@@ -233,7 +228,7 @@ class StoreDataset(Dataset[dict[str, Tensor]]):
     def fingerprint(self) -> str:
         """Hash of all rows and labels: equal data has equal fingerprints, wherever it came from."""
         # Latents have the fingerprint of their pictures, since the autoencoder is part of the flow.
-        content = self.info.content if self.info.latents is None else self.info.latents.pictures
+        content = self.info.pictures or self.info.content
         parts = [] if self.rows is None else [self.rows.tobytes()]
         if self.source is not None:
             parts += [self.source.fingerprint.encode(), b"" if self.partners is None else self.partners.tobytes()]
@@ -320,14 +315,6 @@ class ImageDataset(StoreDataset):
     def names(self) -> list[str]:
         """The name of each picture in its source: its path in the folder, or the number of its row in the table."""
         return [self.originals[row].name for row in self._rows_of(range(len(self)))]
-
-    @cached_property
-    def space(self) -> Space:
-        """The space of the stored rows, with the scale of all of them."""
-        framing = self.info.framing
-        if self.info.space is not None:
-            return cast(Space, build(self.info.space))
-        return Pixels(None if framing is None else framing.shape)
 
     def read_pictures(self, indices: Sequence[int]) -> Tensor:
         """Pictures to compare and to show, uint8 ``[b, 3, h, w]``: the centre of each row, over white."""

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,11 +15,11 @@ from rectified_flow import randomness
 from rectified_flow.condition import Values
 from rectified_flow.data.build import StoreWriter, claimed, fill, key_of
 from rectified_flow.data.config import Framing
-from rectified_flow.data.store import ImageDataset, LatentInfo, StoreDataset, mapped
+from rectified_flow.data.store import ImageDataset, StoreDataset, mapped
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import choose, split_part
 from rectified_flow.latents.autoencoders import Autoencoder, PretrainedAutoencoder
-from rectified_flow.registry import names, register
+from rectified_flow.registry import describe, names, register
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.spaces.space import RGB, Shape, Space
 
@@ -136,7 +136,8 @@ class Latents(StoredLatents):
         """Return the latents of all pictures and of their sources, and the space with the scales of the latents."""
         latents = encode_pictures(pictures.whole, self.autoencoder, mirrored=mirrored)
         source = pictures.source and encode_pictures(pictures.source, self.autoencoder, mirrored=mirrored)
-        return latents.like(pictures, source), latents.space_of(self.autoencoder)
+        latents.space.autoencoder = self.autoencoder  # whose folder may have moved
+        return latents.like(pictures, source), latents.space
 
     def use_autoencoder(self, place: str) -> None:
         """Replace the autoencoder of a folder or hub id."""
@@ -214,7 +215,7 @@ class Decoder(nn.Module):
 
 
 LATENTS_FILE = "latents.float16"
-LATENTS_VERSION = 2
+LATENTS_VERSION = 3
 BATCH_SIZE = 16
 ROWS_AT_ONCE = 256
 
@@ -223,20 +224,10 @@ class LatentDataset(StoreDataset):
     """The latents of a store: items have ``latents``, float16 ``[v, k, c, h, w]``, as :class:`Latents` takes them."""
 
     @property
-    def encoded(self) -> LatentInfo:
-        """The autoencoder and the scales of the latents."""
-        return cast(LatentInfo, self.info.latents)
-
-    @property
     def description(self) -> str:
         """The images and the shape of their latents in a line for a person."""
         shape = " x ".join(map(str, self.info.rows[LATENTS_FILE][2:]))
-        return f"{super().description}, as latents of {shape} by {self.encoded.autoencoder}"
-
-    def space_of(self, autoencoder: Autoencoder) -> Latents:
-        """Return the space of these latents."""
-        shape = self.info.rows[LATENTS_FILE][2:]
-        return Latents(autoencoder, self.info.image_size, shape, mean=self.encoded.mean, std=self.encoded.std)
+        return f"{super().description}, as latents of {shape} by {self.space.autoencoder.name}"
 
 
 def channel_scales(file: Path, length: int, shape: Sequence[int]) -> tuple[list[float], list[float]]:
@@ -286,13 +277,14 @@ def encode_pictures(pictures: ImageDataset, autoencoder: Autoencoder, *, mirrore
             raise UsageError(f"--autoencoder {autoencoder.name} gives latents of {info.source} that are not finite")
         return {"latents": latents}
 
-    def describe() -> dict[str, Any]:
+    def document() -> dict[str, Any]:
         mean, std = channel_scales(writer.stage / LATENTS_FILE, writer.length, writer.shapes[LATENTS_FILE])
-        latents = LatentInfo(autoencoder.name, pictures.fingerprint, mean, std)
+        scaled = Latents(autoencoder, info.image_size, space.shape, mean=mean, std=std)
         more = {name: getattr(info, name) for name in ("source", "image_size", "class_names")}
-        return {"labels": pictures.labels, "latents": asdict(latents), "framing": asdict(framing), **more}
+        described = {"space": describe(scaled), "pictures": pictures.fingerprint, "framing": asdict(framing)}
+        return {"labels": pictures.labels, **described, **more}
 
     with claimed(writer) as is_missing:
         if is_missing:
-            fill(writer, make, describe, batch_size=BATCH_SIZE)
+            fill(writer, make, document, batch_size=BATCH_SIZE)
     return LatentDataset(path, pictures.arguments)
