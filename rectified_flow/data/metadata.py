@@ -279,7 +279,7 @@ def choose_columns(table: Table, wanted: Sequence[str], source: str) -> list[Col
     for column in types:
         if column not in table.columns:
             raise UsageError(f"--condition_on {column} does not exist in {source}: its columns are {has}")
-    registered = [find("condition_on", WrittenCondition, name) for name in names(WrittenCondition)]
+    registered = (find("condition_on", WrittenCondition, name) for name in names(WrittenCondition))
     kinds = {kind.column_type: kind for kind in registered}
     chosen = list[ColumnSpec]()
     for column in table.columns if every else types:
@@ -293,9 +293,6 @@ def choose_columns(table: Table, wanted: Sequence[str], source: str) -> list[Col
             chosen.append(spec)
     if not chosen:
         raise UsageError(f"--condition_on all finds no suitable column in {source}: its columns are {has}")
-    twice = [name for name, count in Counter(each.name for each in chosen).items() if count > 1]
-    if twice:
-        raise UsageError(f"--condition_on has two columns for the condition {twice[0]}: rename one")
     return chosen
 
 

@@ -225,14 +225,12 @@ def likelihood(comparison: Comparison) -> dict[str, float]:
         UsageError: if the likelihood of the data is undefined for the flow.
         RunError: if an estimate is not finite.
     """
-    evaluator, flow, numbers = comparison.evaluator, _checked(comparison.flow), dict[str, float]()
-    times = cubic_times(comparison.options["steps"])
+    evaluator, numbers = comparison.evaluator, dict[str, float]()
     for prefix, data in {"": evaluator.dataset, "heldout_": evaluator.held_out}.items():
         if data is None:
             continue
         rows = evaluator.order(data, MAX_PICTURES)
-        estimate = partial(estimates, flow, data, rows, times, evaluator.batch_size, evaluator.seed)
-        bits = map_over_ranks(evaluator.state, len(rows), estimate)
+        bits = map_over_ranks(evaluator.state, len(rows), partial(estimates, comparison, data, rows))
         numbers |= on_main(evaluator.state, partial(_summary, f"{prefix}bits_per_dimension", bits))
     return numbers
 
@@ -252,22 +250,15 @@ def _checked(flow: Flow) -> RectifiedFlow:
     raise UsageError(f"--metric likelihood needs {needs}")
 
 
-def estimates(
-    flow: RectifiedFlow,
-    data: RealData,
-    rows: Sequence[int],
-    times: list[float],
-    batch_size: int,
-    seed: int,
-    numbers: Sequence[int],
-) -> Tensor:
+def estimates(comparison: Comparison, data: RealData, rows: Sequence[int], numbers: Sequence[int]) -> Tensor:
     """Return the bits per dimension of some of the rows of a dataset, float64 ``[n]``, under their conditions."""
-    parts = []
+    evaluator, flow, parts = comparison.evaluator, _checked(comparison.flow), list[Tensor]()
+    times = cubic_times(comparison.options["steps"])
     with torch.autocast(flow.device.type, enabled=False):
-        for some in in_batches(numbers, batch_size, "likelihood"):
+        for some in in_batches(numbers, evaluator.batch_size, "likelihood"):
             batch = stored_batch(data, [rows[number] for number in some], flow)
             conditions = {name: batch[name] for name in flow.conditions if name in batch}
-            parts.append(bits_per_dimension(flow, batch[flow.space.key], conditions, times, seed))
+            parts.append(bits_per_dimension(flow, batch[flow.space.key], conditions, times, evaluator.seed))
     return torch.cat(parts)
 
 

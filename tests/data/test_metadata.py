@@ -209,7 +209,6 @@ NUMBERS = [str(number) for number in range(19)]
         ("csv", "file_name,size\n,1", "row 1 of metadata.csv has no file_name"),
         ("csv", cells("text", ["a,more"]), "(row 1: it has more values than the header"),
         ("csv", cells("text", ['"a']), "metadata.csv cannot be read (row 1: "),
-        ("csv", cells("my text,my_text", ["a,b"]), "has two columns for the condition my_text"),
         ("csv", cells("text", ["gr\xfcn"]).encode("cp1252"), "not encoded as UTF-8, but perhaps as Windows-1252"),
         ("csv", cells("text", ["a"]).encode("utf-16-le"), "is not encoded as UTF-8"),
         ("csv", TABLE.replace("\n", "\nelsewhere/"), "names a picture, such as elsewhere/00"),

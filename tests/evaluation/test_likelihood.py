@@ -1,6 +1,7 @@
 """Tests of the likelihood of pictures, which is exact for Gaussian data."""
 
 import json
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -128,16 +129,22 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_an_estimate_is_a_function_of_its_picture_its_condition_and_the_seed(run: Path) -> None:
     flow, data = load_flow(run, RectifiedFlow), pictures_of(run)
-    whole = estimates(flow, data, range(COUNT), cubic_times(2), 5, 0, range(COUNT))
+
+    def estimated(rows: Sequence[int], batch_size: int, seed: int = 0) -> Tensor:
+        how: dict[str, Any] = {"num_samples": 1, "batch_size": batch_size, "seed": seed, "metrics": ()}
+        comparison = Comparison(Evaluator(data, "efficientnet_lite0", **how), flow, {"steps": 2})
+        return estimates(comparison, data, rows, range(len(rows)))
+
+    whole = estimated(range(COUNT), 5)
     torch.manual_seed(1)
-    part = estimates(flow, data, [9, 3], cubic_times(2), 64, 0, [0, 1])
+    part = estimated([9, 3], 64)
     torch.testing.assert_close(part, whole[[9, 3]], rtol=1e-5, atol=1e-5)
     images, none = data.read_entries([9, 3])["images"], torch.full((2,), 2)
     given = bits_per_dimension(flow, images, {"labels": torch.tensor(data.labels[[9, 3]])}, cubic_times(2))
     torch.testing.assert_close(part, given, rtol=1e-5, atol=1e-5)
     for others in (
         bits_per_dimension(flow, images, {"labels": none}, cubic_times(2)),
-        estimates(flow, data, [9, 3], cubic_times(2), 64, 1, [0, 1]),
+        estimated([9, 3], 64, seed=1),
     ):
         assert not torch.allclose(others, part, atol=1e-3)
 
