@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 
 from rectified_flow.data.config import Framing
 from rectified_flow.data.sources import ImageSource, PictureRows, Row
-from rectified_flow.data.store import INFO_FILE, LABELS_FILE, ORIGINALS_FILE, RECIPE_FILE, Original, OriginalInfo
+from rectified_flow.data.store import INFO_FILE, LABELS_FILE, ORIGINALS_FILE, RECIPE_FILE, Original
 from rectified_flow.distributed import on_main
 from rectified_flow.errors import BusyError, UsageError, first_line
 from rectified_flow.system.artifact import Artifact
@@ -217,7 +217,7 @@ def fill(
         on_main(state, lambda: store.complete(**describe()))
 
 
-STORE_VERSION = 5
+STORE_VERSION = 6
 
 
 def default_cache_dir() -> Path:
@@ -270,10 +270,9 @@ def open_store(
 def _build(
     store: StoreWriter, source: ImageSource, numbers: Sequence[int], rows: PictureRows, skip_broken_images: bool
 ) -> None:
-    """Decode the images with some numbers into the store, and measure the originals on the way."""
+    """Decode the images with some numbers into the store, and note the names and sizes of the originals."""
     framing = rows.framing
-    labels, broken, enlarged = list[int](), list[str](), 0
-    originals, contents = list[Original](), set[bytes]()
+    labels, broken, originals, contents = list[int](), list[str](), list[Original](), set[bytes]()
     with store.building():
         decoder = _decode_all(source, numbers, rows, skip_broken_images)
         for index, decoded in zip(numbers, decoder, strict=True):
@@ -287,7 +286,6 @@ def _build(
             labels.append(label)
             originals.append(Original(source.name_of(index), *size))
             contents.add(blake2b(row.tobytes(), digest_size=16).digest())
-            enlarged += framing.enlarges(*size)
             rows.add(row)
         if not labels:
             raise UsageError(f"none of the {len(broken)} images in {source.name} could be read")
@@ -296,8 +294,6 @@ def _build(
             tqdm.write(note)
         if broken:
             tqdm.write(f"skipped {len(broken)} broken images of {len(numbers)}; the first is {broken[0]}")
-        sizes = {original[1:] for original in originals}
-        width, height = ([min(sides), max(sides)] for sides in zip(*sizes, strict=True))
         (store.stage / ORIGINALS_FILE).write_text(json.dumps(originals))
         store.complete(
             np.asarray(labels, dtype=np.int64),
@@ -306,8 +302,8 @@ def _build(
             class_names=list(source.class_names) if min(labels) >= 0 else [],
             skipped=broken,
             framing=asdict(framing),
-            originals=asdict(OriginalInfo(width, height, enlarged, duplicates=len(labels) - len(contents))),
-            **rows.info(source.name, sizes),
+            duplicates=len(labels) - len(contents),
+            **rows.info(source.name, {original[1:] for original in originals}),
         )
 
 

@@ -45,20 +45,6 @@ class Original(NamedTuple):
 
 
 @dataclass(frozen=True)
-class OriginalInfo:
-    """Properties of the images of a store before they were resized."""
-
-    width: list[Positive]
-    """Smallest and largest width [px]."""
-    height: list[Positive]
-    """Smallest and largest height [px]."""
-    enlarged: int
-    """Number of images that have fewer pixels than they are stored with."""
-    duplicates: int
-    """Number of images whose stored pixels equal those of an earlier one."""
-
-
-@dataclass(frozen=True)
 class StoreInfo:
     """The contents of ``info.json``."""
 
@@ -78,7 +64,8 @@ class StoreInfo:
     """Fingerprint of the pictures that the rows are latents of; None for other rows."""
     framing: Framing | None = None
     """Form of the images that the rows are or were made from; None for other rows."""
-    originals: OriginalInfo | None = None
+    duplicates: int = 0
+    """Number of images whose stored pixels equal those of an earlier one."""
     space: dict[str, Any] | None = None
     """Description of the space of the stored rows, with the scale of all of them; None for pictures."""
 

@@ -51,16 +51,17 @@ def look(output_dir: Path, pictures: ImageDataset, space: Space) -> None:
 def describe_pictures(dataset: ImageDataset) -> dict[str, str]:
     """Return the sizes and the faults of pictures as texts by label; a fault that no picture has is left out."""
     info, names, texts = dataset.info, dataset.class_names, dict[str, str]()
-    if info.originals is not None and info.framing is not None:
-        (least_width, width), (least_height, height) = info.originals.width, info.originals.height
-        texts["sizes"] = f"{least_width} to {width} px wide, {least_height} to {height} px high"
-        if (least_width, least_height) == (width, height):
-            texts["sizes"] = f"all {width}x{height} px"
-        if info.originals.enlarged:
+    if info.framing is not None:
+        sizes = [original[1:] for original in dataset.originals]
+        (width, height), *others = {*sizes}
+        widths, heights = zip(*sizes, strict=True)
+        spans = f"{min(widths)} to {max(widths)} px wide, {min(heights)} to {max(heights)} px high"
+        texts["sizes"] = spans if others else f"all {width}x{height} px"
+        if enlarged := sum(info.framing.enlarges(*size) for size in sizes):
             size = size_text(*info.framing.stored_size)
-            texts["enlarged"] = f"{info.originals.enlarged} smaller than {size} px, so enlarged and blurred"
-        if info.originals.duplicates:
-            texts["duplicates"] = f"{info.originals.duplicates} equal to an earlier picture"
+            texts["enlarged"] = f"{enlarged} smaller than {size} px, so enlarged and blurred"
+    if info.duplicates:
+        texts["duplicates"] = f"{info.duplicates} equal to an earlier picture"
     if names:
         counts = np.bincount(dataset.labels, minlength=len(names))
         rarest_first = np.argsort(counts, kind="stable")
