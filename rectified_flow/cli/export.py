@@ -263,13 +263,10 @@ def describe(call: NetworkCall) -> dict[str, Any]:
         "decoder": None
         if flow.space.autoencoder is None
         else {"file": DECODER_FILE, "shape": [*(flow.space.picture_shape or ())]},
-        "classes": flow.class_names,
-        "no_label": getattr(flow.conditions.get("labels"), "num_classes", None),
         "conditions": [{"name": name} | kind.exported() for name, kind in call.kinds.items()],
         "steps": flow.default_steps,
         "solver": solver_name(flow, {}),
         "guidance": flow.default_guidance,
-        "velocity_at_data": getattr(flow, "prediction", None) != "clean",
         "source": {
             "as": "start" if flow.from_source else "condition",
             "noise": flow.source_noise,

@@ -5,7 +5,8 @@ const at = (id) => document.getElementById(id);
 /** Describe a model, of which there is the model.json. */
 export function showAbout(model) {
   const [height, width] = (model.decoder ?? model.inputs.x).shape.slice(-2);
-  const classes = model.classes.length ? `, ${model.classes.length} classes` : "";
+  const labels = model.conditions.find((each) => each.name === "labels");
+  const classes = labels ? `, ${labels.names.length} classes` : "";
   const ends = `from ${model.source?.as === "start" ? "picture" : "noise"} to picture`;
   const kind = model.kind === "map" ? "flow map" : "rectified flow";
   const way = `${kind}, ${ends} in ${model.steps === 1 ? "one step" : `${model.steps} steps`}`;

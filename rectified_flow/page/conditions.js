@@ -7,10 +7,6 @@ export const NONE = 1e30; // a number that stands for "none": graphics cards do 
 const BINS = 40;
 const NO_PICTURE = { source: 0, unknown: 1 };
 
-/** The conditions of a model; earlier exports only have classes. */
-export const conditionsOf = (model) => model.conditions
-  ?? (model.classes.length ? [{ name: "labels", kind: "label", names: model.classes, none: model.no_label }] : []);
-
 /** The number that fills a row of the input `name` that has no condition. */
 export const noneOf = (model, name) => Object.hasOwn(NO_PICTURE, name) // a condition may be called "constructor"
   ? NO_PICTURE[name]

@@ -1,6 +1,6 @@
 // Draws pictures beside the page, so that the page never waits: the newest job replaces the one that is being drawn.
 
-import { conditionsOf, programEncoder, wordEncoder } from "./conditions.js";
+import { programEncoder, wordEncoder } from "./conditions.js";
 import { chooseRuntime, openDecoder, openNetwork, openTextEncoder } from "./runtime.js";
 import { sample } from "./sampler.js";
 
@@ -13,7 +13,6 @@ ready.then(({ model }) => postMessage({ model }), report);
 async function load() {
   const wanted = new URL(import.meta.url).searchParams.get("backend");
   const model = await (await fetched("model.json")).json();
-  model.conditions = conditionsOf(model);
   const captions = model.conditions.filter(({ kind }) => kind === "caption");
   const texts = captions.find(({ encoder }) => encoder.kind === "program")?.encoder;
   const chosen = await chooseRuntime(wanted);

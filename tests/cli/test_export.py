@@ -93,8 +93,7 @@ def test_a_rectified_flow_with_labels_as_onnx(tmp_path: Path, capsys: pytest.Cap
         "t": {"type": "float32", "shape": ["b"]},
         "labels": {"type": "int64", "shape": ["b"]},
     }
-    assert (said["kind"], said["classes"], said["no_label"]) == ("rectified", ["cat", "dog"], 2)
-    assert (said["steps"], said["solver"], said["velocity_at_data"]) == (16, "ab2", False)
+    assert (said["kind"], said["steps"], said["solver"]) == ("rectified", 16, "ab2")
     assert (said["channels"], said["range"], said["output"], said["source"]) == (3, [-1, 1], "velocity", None)
     assert "difference at most" in capsys.readouterr().out
 
@@ -126,7 +125,7 @@ def test_a_noise_prediction_that_is_told_of_augmentation(tmp_path: Path) -> None
     )
     run, said = written(flow, tmp_path)
     assert list(said["inputs"]) == ["x", "t"]  # type: ignore[call-overload]
-    assert (said["classes"], said["no_label"], said["velocity_at_data"]) == ([], None, True)
+    assert said["conditions"] == []
     x, t = torch.randn(6, 3, 8, 8), torch.rand(6)
     expected = flow.eval().exact_velocity(x, t, augmentation=torch.zeros(6, 9))
     assert (run(x=x, t=t) - expected).abs().max() <= 1e-5 * expected.abs().max()
@@ -199,7 +198,6 @@ def test_captions_numbers_and_labels_are_inputs_under_their_names(tmp_path: Path
         {"name": names["size"], "kind": "number", "quantiles": [0.0, 1.5, 8.0]},
         {"name": names["species"], "kind": "label", "names": ["cat", "dog"], "none": 2},
     ]
-    assert (said["classes"], said["no_label"]) == ([], None)
     values = {
         "text": conditions["text"].parse(["Two red flowers", "a flower!", "", ""]),
         names["size"]: torch.tensor([9.0, torch.nan, 0.7, torch.nan]),
