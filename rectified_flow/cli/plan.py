@@ -1,11 +1,12 @@
 """The plan of a run: settings that suit its data, its time and the speed of this machine, with the reason for each.
 
-:func:`plan` is a pure function: facts are counted, and speeds are measured, before it is called. Where it needs another
-speed, it raises :class:`Unmeasured`. docs/measurements/budget.md and small_data.md have the measurements.
+:func:`plan` is a function of counted facts and of the speeds that it asks for. The measurements are in
+docs/measurements/budget.md and small_data.md.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import ceil, gcd, inf, log2
 from typing import Any, Literal, NamedTuple
 
@@ -120,12 +121,8 @@ class Trial(NamedTuple):
     augment: float = 0.0
 
 
-class Unmeasured(Exception):  # noqa: N818 -- a question, not an error
-    """A plan needs the speed of a trial that has not been measured."""
-
-    def __init__(self, trial: Trial) -> None:
-        super().__init__(trial)
-        self.trial = trial
+Measure = Callable[[Trial], Speed]
+"""Returns the speed of a trial, of all processes together; it is called once for each trial that a plan needs."""
 
 
 class Plan(NamedTuple):
@@ -135,20 +132,20 @@ class Plan(NamedTuple):
     reasons: dict[str, str]
 
 
-def plan(facts: Facts, speeds: Mapping[Trial, Speed]) -> Plan:
+def plan(facts: Facts, measure: Measure) -> Plan:
     """Choose the settings of a run that takes the time of the facts.
 
     Args:
         facts: what is known of the data, the flags and the machine.
-        speeds: the measured speeds, of all processes together.
+        measure: measures the speed of a trial.
 
     Raises:
-        Unmeasured: if the plan depends on the speed of another trial.
         UsageError: if the time is too short, or a step does not fit into the memory.
     """
-    dim, why_network = _choose_width(facts, speeds)
-    trial = Trial(dim, _choose_batch(facts, 0, facts.samples), _choose_precision(facts, speeds, dim))
-    speed = _speed(speeds, trial)
+    measure = cache(measure)
+    dim, why_network = _choose_width(facts, measure)
+    trial = Trial(dim, _choose_batch(facts, 0, facts.samples), _choose_precision(facts, measure, dim))
+    speed = measure(trial)
     if not _parts(facts, trial, speed):
         problem = f"a step of {trial.batch:,} images does not fit into the memory (about {speed.memory / 1e9:.1f} GB)"
         raise UsageError(f"{problem}: lower --image_size or --batch_size")
@@ -157,8 +154,8 @@ def plan(facts: Facts, speeds: Mapping[Trial, Speed]) -> Plan:
     if not facts.calls and fitting > UNAUGMENTED_PASSES * facts.pictures:
         trial = trial._replace(augment=facts.augment)
     larger = trial._replace(batch=_choose_batch(facts, min(fitting, facts.limit), samples))
-    trial = larger if _parts(facts, larger, _speed(speeds, larger)) else trial
-    speed = _speed(speeds, trial)
+    trial = larger if _parts(facts, larger, measure(larger)) else trial
+    speed = measure(trial)
     fitting = TRAINED_SHARE * seconds * speed.rate
     steps, step = int(min(fitting, facts.limit) / trial.batch), trial.batch / speed.rate
     if steps < FEWEST_STEPS:
@@ -232,13 +229,7 @@ def intervals(step: float, rate: float, seconds: float, steps: int) -> dict[str,
     }
 
 
-def _speed(speeds: Mapping[Trial, Speed], trial: Trial) -> Speed:
-    if trial not in speeds:
-        raise Unmeasured(trial)
-    return speeds[trial]
-
-
-def _choose_width(facts: Facts, speeds: Mapping[Trial, Speed]) -> tuple[int | None, str]:
+def _choose_width(facts: Facts, measure: Measure) -> tuple[int | None, str]:
     """Return the widest network that will process enough images, and the reason."""
     if facts.network:
         return None, facts.network
@@ -249,7 +240,7 @@ def _choose_width(facts: Facts, speeds: Mapping[Trial, Speed]) -> tuple[int | No
     chosen, *wider = [dim for dim in WIDTHS if dim >= least]
     for dim in wider:
         trial = Trial(dim, _choose_batch(facts, 0, facts.samples), facts.precisions[0])
-        speed = _speed(speeds, trial)
+        speed = measure(trial)
         if not _parts(facts, trial, speed):
             return chosen, f"a step with --dim {dim} does not fit into the memory"
         images = min(TRAINED_SHARE * facts.seconds * speed.rate, facts.limit)
@@ -267,12 +258,12 @@ def _parts(facts: Facts, trial: Trial, speed: Speed) -> int:
     return next((each for each in fitting if speed.rate > 0 and speed.memory / each <= room), 0)
 
 
-def _choose_precision(facts: Facts, speeds: Mapping[Trial, Speed], dim: int | None) -> str | None:
+def _choose_precision(facts: Facts, measure: Measure, dim: int | None) -> str | None:
     """Return the first precision, or another one that is clearly faster."""
     safest, *others = facts.precisions
     batch = _choose_batch(facts, 0, facts.samples)
     for other in others:
-        if _speed(speeds, Trial(dim, batch, other)).rate > BF16_GAIN * _speed(speeds, Trial(dim, batch, safest)).rate:
+        if measure(Trial(dim, batch, other)).rate > BF16_GAIN * measure(Trial(dim, batch, safest)).rate:
             return other
     return safest
 

@@ -4,7 +4,7 @@ Flags that the user sets are never changed. The chosen flags are recorded, so a 
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from math import ceil, inf
 from statistics import median
@@ -166,21 +166,11 @@ def with_plan(
         return config
     config, why_network = _with_network(config)
     facts = facts_of(config, pictures, time, space, why_network)
-    made = planned(
+    made = plan.plan(
         facts, lambda trial: training_speed(replaced(config, plan.settings_of(facts, trial)), conditions, space)
     )
     PartialState().print(lines(made.reasons))
     return replaced(config, made.settings)
-
-
-def planned(facts: plan.Facts, measure: Callable[[plan.Trial], Speed]) -> plan.Plan:
-    """Return the plan of a run, and measure the speeds that it depends on."""
-    speeds: dict[plan.Trial, Speed] = {}
-    while True:
-        try:
-            return plan.plan(facts, speeds)
-        except plan.Unmeasured as question:
-            speeds[question.trial] = measure(question.trial)
 
 
 def facts_of(config: TrainConfig, pictures: int, time: str, space: Space, why_network: str) -> plan.Facts:
