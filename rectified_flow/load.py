@@ -2,21 +2,18 @@
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from typing_extensions import TypeVar
 
-from rectified_flow.distributed import check_equal, on_main
 from rectified_flow.errors import UsageError
 from rectified_flow.flows.flow import Flow, network_of
 from rectified_flow.flows.mean import MeanFlow  # noqa: F401  registers the class
 from rectified_flow.flows.rectified import RectifiedFlow  # noqa: F401
-from rectified_flow.networks.unet import to_device
 from rectified_flow.registry import build
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.checkpoint import FLOW_FILE, RunIdentity
@@ -86,69 +83,6 @@ class Trained:
     def __str__(self) -> str:
         millions = sum(parameter.numel() for parameter in self.flow.parameters()) / 1e6
         return f"{type(self.flow).__name__}, {millions:.1f} M parameters, {self.weights} of {self.source}"
-
-
-def load_trained(
-    path: Path,
-    state: PartialState,
-    *,
-    autoencoder: str | None = None,
-    text_encoder: str | None = None,
-    precision: str = "no",
-) -> Trained:
-    """Load a trained flow on this process's device, from the same checkpoint on all processes.
-
-    Args:
-        path: a checkpoint or a run's folder.
-        state: the processes, which all call this function together.
-        autoencoder: the folder or hub id of the flow's autoencoder, if it has moved since the training.
-        text_encoder: the folder or hub id of the encoder of the flow's captions, if it has moved since the training.
-        precision: the precision of the network: ``no`` or ``bf16``.
-
-    Raises:
-        UsageError: if there is no checkpoint, it differs between machines, or it holds no :class:`Flow`; if its
-            autoencoder is missing.
-    """
-
-    def read(source: Path) -> Trained:
-        check_equal(state, lambda: {f"the manifest of {source}": checkpoint.fingerprint(source)})
-        return read_trained(source)
-
-    trained = checkpoint.read(path, read, state)
-    space = trained.flow.space
-    if autoencoder is not None:
-        space.use_autoencoder(autoencoder)
-    if text_encoder is not None:
-        _move_text_encoder(trained, text_encoder)
-    space.prepare(state.device)
-    to_device(trained.flow, state.device, precision)
-    return trained
-
-
-def load_earlier(trained: Trained, state: PartialState, precision: str = "no") -> Flow:
-    """Load the flow of the early checkpoint of a run, for autoguidance; see :func:`load_trained`.
-
-    Raises:
-        UsageError: if there is no earlier checkpoint beside that of the trained flow, or it is of another kind.
-    """
-    path = on_main(state, lambda: checkpoint.early_of(trained.source))
-    if path is None:
-        folder = trained.source.parent
-        raise UsageError(f"--autoguidance needs a checkpoint of the first quarter of the run, and {folder} has none")
-    early, flow = checkpoint.read(path, read_trained, state).flow, trained.flow
-    if (type(early), early.space.shape, early.conditions) != (type(flow), flow.space.shape, flow.conditions):
-        raise UsageError(f"--autoguidance needs {path} to be of the same kind as {trained.source}: move it away")
-    return to_device(early, state.device, precision)
-
-
-def _move_text_encoder(trained: Trained, source: str) -> None:
-    """Load the text encoder of the conditions of a flow from another place."""
-    conditions: Any = trained.flow.network.conditions
-    moved = {name: kind for name, kind in conditions.items() if hasattr(getattr(kind, "encoder", None), "source")}
-    if not moved:
-        raise UsageError(f"--text_encoder has no effect: {trained.source} has no captions of a text encoder")
-    for name, kind in moved.items():
-        conditions[name] = replace(kind, encoder=type(kind.encoder)(source, kind.encoder.fingerprint))
 
 
 def read_trained(source: Path) -> Trained:

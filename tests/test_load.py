@@ -11,13 +11,15 @@ from accelerate import PartialState
 from torch import Tensor, nn
 
 from rectified_flow import load
+from rectified_flow.cli import build
+from rectified_flow.cli.config import ModelConfig
 from rectified_flow.condition import Labels
 from rectified_flow.errors import UsageError
 from rectified_flow.flows.flow import Flow, network_of
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.times import LogitNormal, Uniform
-from rectified_flow.load import Trained, load_flow, load_trained
+from rectified_flow.load import Trained, load_flow
 from rectified_flow.networks.unet import Unet
 from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
@@ -173,8 +175,8 @@ def load_while_pruned(run: Path, late_rank: int) -> str:
         state.wait_for_everyone()
         return early or read(source)
 
-    load.read_trained = read_and_prune
-    source = load_trained(run, state).source
+    build.read_trained = read_and_prune  # type: ignore[attr-defined]
+    source = build.load_trained(ModelConfig(checkpoint=run), state).source
     assert [checkpoint.step_of(each) for each in found] == [1, 2]
     return source.name
 

@@ -3,16 +3,17 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
 from accelerate.utils import set_seed
 from torch import nn
 
-from rectified_flow.cli.config import Method, NetworkConfig, SamplingConfig, SolverConfig, TrainConfig
+from rectified_flow.cli.config import Method, ModelConfig, NetworkConfig, SamplingConfig, SolverConfig, TrainConfig
 from rectified_flow.cli.data import build_space, choose_degradation
 from rectified_flow.condition import ConditionSpecs, Picture, chosen
-from rectified_flow.distributed import check_equal, join_processes
+from rectified_flow.distributed import check_equal, join_processes, on_main
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import Choice, arguments_from, choose, plain, refuse, split_part
 from rectified_flow.flows.flow import SOURCE, Flow
@@ -21,9 +22,10 @@ from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.solvers import Guidance
 from rectified_flow.flows.times import TimeDistribution
-from rectified_flow.load import Trained, load_earlier, load_trained
-from rectified_flow.networks.unet import Unet
+from rectified_flow.load import Trained, read_trained
+from rectified_flow.networks.unet import Unet, to_device
 from rectified_flow.registry import parameters_of
+from rectified_flow.runs import checkpoint
 from rectified_flow.spaces.space import Space
 
 CONDITION_DROPOUT = 0.1
@@ -67,20 +69,64 @@ def open_trained(config: SamplingConfig) -> tuple[PartialState, Trained, dict[st
     Raises:
         UsageError: if the checkpoint cannot be used, or a flag has no effect on its flow.
     """
-    state, model = join(config), config.model
+    state = join(config)
     set_seed(config.samples.seed)
-    moved: dict[str, Any] = {"autoencoder": model.autoencoder, "text_encoder": model.text_encoder}
-    trained = load_trained(model.checkpoint, state, precision=model.mixed_precision, **moved)
+    trained = load_trained(config.model, state)
     options = _solver_options(config.solver, trained)
     if config.solver.autoguidance != 1:
-        if type(trained.flow).sample is not RectifiedFlow.sample:
-            raise UsageError(f"--autoguidance has no effect: {trained.source} holds a {type(trained.flow).__name__}")
-        earlier = load_earlier(trained, state, model.mixed_precision)
-        assert isinstance(earlier, RectifiedFlow)  # of the same run
-        guidance = guidance_of(config.solver, trained.flow)
-        velocity = earlier.exact_velocity
-        options["guidance"] = replace(guidance, autoguidance=config.solver.autoguidance, earlier=velocity)
+        options["guidance"] = _autoguidance(config, trained, state)
     return state, trained, options
+
+
+def load_trained(model: ModelConfig, state: PartialState) -> Trained:
+    """Load a trained flow on this process's device, from the same checkpoint on all processes. Collective.
+
+    Raises:
+        UsageError: if there is no checkpoint, it differs between machines, or its autoencoder is missing.
+    """
+
+    def read(source: Path) -> Trained:
+        check_equal(state, lambda: {f"the manifest of {source}": checkpoint.fingerprint(source)})
+        return read_trained(source)
+
+    trained = checkpoint.read(model.checkpoint, read, state)
+    space = trained.flow.space
+    if model.autoencoder is not None:
+        space.use_autoencoder(model.autoencoder)
+    if model.text_encoder is not None:
+        _move_text_encoder(trained, model.text_encoder)
+    space.prepare(state.device)
+    to_device(trained.flow, state.device, model.mixed_precision)
+    return trained
+
+
+def _move_text_encoder(trained: Trained, source: str) -> None:
+    """Load the text encoder of the conditions of a flow from another place."""
+    conditions: Any = trained.flow.network.conditions
+    moved = {name: kind for name, kind in conditions.items() if hasattr(getattr(kind, "encoder", None), "source")}
+    if not moved:
+        raise UsageError(f"--text_encoder has no effect: {trained.source} has no captions of a text encoder")
+    for name, kind in moved.items():
+        conditions[name] = replace(kind, encoder=type(kind.encoder)(source, kind.encoder.fingerprint))
+
+
+def _autoguidance(config: SamplingConfig, trained: Trained, state: PartialState) -> Guidance:
+    """Return the guidance by the early checkpoint of a run. Collective.
+
+    Raises:
+        UsageError: if the flow is no rectified flow, or there is no early checkpoint of its kind.
+    """
+    flow, source = trained.flow, trained.source
+    if type(flow).sample is not RectifiedFlow.sample:
+        raise UsageError(f"--autoguidance has no effect: {source} holds a {type(flow).__name__}")
+    path = on_main(state, lambda: checkpoint.early_of(source))
+    if path is None:
+        raise UsageError(f"--autoguidance needs a checkpoint of the first quarter of the run: {source.parent} has none")
+    early: Any = checkpoint.read(path, read_trained, state).flow
+    if (type(early), early.space.shape, early.conditions) != (type(flow), flow.space.shape, flow.conditions):
+        raise UsageError(f"--autoguidance needs {path} to be of the same kind as {source}: move it away")
+    velocity = to_device(early, state.device, config.model.mixed_precision).exact_velocity
+    return replace(guidance_of(config.solver, flow), autoguidance=config.solver.autoguidance, earlier=velocity)
 
 
 def guidance_of(flags: SolverConfig, flow: Flow) -> Guidance:

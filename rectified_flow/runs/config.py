@@ -96,8 +96,6 @@ class TrainingConfig(Flags):
         super().__post_init__()
         if self.origin is not None:
             object.__setattr__(self, "resume", str(usable_path("--resume", self.origin)))
-        if self.lr_decay == "rsqrt" and self.lr_warmup_steps <= 0:
-            raise UsageError("--lr_decay rsqrt needs --lr_warmup_steps above 0, where the decay begins")
         if self.log_with == "trackio" and find_spec("trackio") is None:  # Accelerate would log nothing
             raise UsageError("--log_with trackio needs the Python package trackio: pip install trackio")
 

@@ -197,7 +197,7 @@ def build_schedule(config: TrainingConfig) -> LrSchedule:
             share = max(0, updates - warmup) / max(1, total - warmup)
             return rise * 0.5 * (1 + cos(pi * min(1.0, share)))
         if config.lr_decay == "rsqrt":
-            return rise * (warmup / max(warmup, updates + 1)) ** 0.5
+            return rise * (max(1, warmup) / max(warmup, updates + 1)) ** 0.5
         return rise
 
     return factor

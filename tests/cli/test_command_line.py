@@ -131,7 +131,7 @@ def test_arguments_follow_the_name_of_a_part_or_are_those_of_the_default(words: 
         ('{"dim": "8"}', 'config.json is damaged: dim is "8", but input should be a valid integer'),
         ('{"dim_mults": [1, 2, "--import", "os"]}', 'dim_mults.2 is "--import", but input should be a valid integer'),
         ('{"seed": -1}', "config.json is damaged: seed is -1, but input should be greater than or equal to 0"),
-        ('{"lr_decay": "rsqrt", "lr_warmup_steps": 0}', "config.json is damaged: --lr_decay rsqrt needs"),
+        ('{"aspect_ratio": "3"}', "config.json is damaged: --aspect_ratio is 3; it must be width:height"),
     ],
 )
 def test_a_file_that_is_no_config_is_refused(tmp_path: Path, content: str | None, sentence: str) -> None:
