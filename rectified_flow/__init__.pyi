@@ -18,7 +18,7 @@ from rectified_flow.hub import push_to_hub as push_to_hub
 from rectified_flow.hub import save_pretrained as save_pretrained
 from rectified_flow.latents.autoencoders import Autoencoder as Autoencoder
 from rectified_flow.latents.autoencoders import PretrainedAutoencoder as PretrainedAutoencoder
-from rectified_flow.latents.small import Small as Small
+from rectified_flow.latents.autoencoders import Small as Small
 from rectified_flow.latents.space import LatentDataset as LatentDataset
 from rectified_flow.latents.space import Latents as Latents
 from rectified_flow.latents.space import encode_pictures as encode_pictures

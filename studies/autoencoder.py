@@ -29,7 +29,7 @@ from torchmetrics.functional.image import structural_similarity_index_measure
 
 from rectified_flow.evaluation.distances import frechet_distance, kernel_distance
 from rectified_flow.evaluation.features import load_features
-from rectified_flow.latents.small import SmallNetwork
+from rectified_flow.latents.autoencoders import SmallNetwork
 from studies.autoencoder_data import build, crop_photograph
 
 RATE, CRITIC_RATE, WARM_UP, DECAY_SHARE = 2e-3, 3e-4, 300, 0.25

@@ -85,8 +85,7 @@ class StoreWriter(Artifact):
             UsageError: if the disk has no room for them.
         """
         size = self.length * sum(values[0].nbytes for values in rows.values())
-        remedy = "make room, or store fewer or smaller rows"
-        require_disk(size, self.path.parent, f"{self.length} rows of the {self.kind}", remedy)
+        require_disk(size, self.path.parent, f"{self.length} rows of the {self.kind}", "make room, or store fewer")
         self._declare({f"{name}.{values.dtype}": values.shape[1:] for name, values in rows.items()})
         self.written(0)  # recorded first: a stage never has a file that its marker does not list
         for name in self.shapes:

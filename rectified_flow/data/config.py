@@ -90,9 +90,6 @@ def parse_ratio(text: str) -> tuple[int, int]:
     return width // common, height // common
 
 
-SourceAs = Literal["start", "condition"]
-
-
 @register
 @dataclass(frozen=True)
 class DataConfig(Flags):
@@ -158,7 +155,7 @@ class SourceConfig(Flags):
     degrade: Annotated[str | None, flag(excludes="autoencoder coupling")] = None
     """Make sources from the pictures: downsample:4, grey, blur:2, mask:box, mask:brush, edges, or a registered one."""
     source_as: Annotated[
-        SourceAs | None,
+        Literal["start", "condition"] | None,
         flag(needs="source_path degrade"),
         default_is("start with --source_path, condition with --degrade"),
     ] = None

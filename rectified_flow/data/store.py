@@ -10,12 +10,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, Self, cast
+from typing import Any, NamedTuple, Self, cast
 
 import numpy as np
 import torch
 from accelerate import PartialState
-from pydantic import Field
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -24,6 +23,7 @@ from rectified_flow.data.config import Framing
 from rectified_flow.data.metadata import Column
 from rectified_flow.data.stream import image_indices
 from rectified_flow.errors import UsageError
+from rectified_flow.flags import Positive
 from rectified_flow.randomness import mix
 from rectified_flow.registry import build
 from rectified_flow.spaces.pixels import Pixels
@@ -31,7 +31,6 @@ from rectified_flow.spaces.space import RGB, Space
 from rectified_flow.system.files import read_document, reading
 
 LABELS_FILE, INFO_FILE, RECIPE_FILE, ORIGINALS_FILE = "labels.npy", "info.json", "recipe.json", "originals.json"
-Positive = Annotated[int, Field(gt=0, lt=2**53)]
 
 
 class Original(NamedTuple):

@@ -12,8 +12,7 @@ from rectified_flow.evaluation.distances import count_near_duplicates
 from rectified_flow.evaluation.features import average_colours, reference_features
 from rectified_flow.randomness import Samples, deterministic
 from rectified_flow.spaces.space import Space
-from rectified_flow.system.files import prepare_folder, writing
-from rectified_flow.system.outputs import claim
+from rectified_flow.system.files import prepare_folder
 from rectified_flow.system.pictures import to_grid, write_picture
 from rectified_flow.system.terminal import line, lines, size_text
 
@@ -39,10 +38,7 @@ def look(output_dir: Path, pictures: ImageDataset, space: Space) -> None:
         with deterministic(Samples(0, shown)):
             data, _ = space.augment(pictures.read_batch(shown)["images"])
         sheet = to_grid(space.render(space.decode(space.encode(data))), legend=space.legend)
-        path = prepare_folder("output_dir", output_dir) / SHEET_FILE
-        with writing(path):
-            claim(output_dir, [SHEET_FILE])
-        write_picture(path, sheet)
+        path = write_picture(prepare_folder("output_dir", output_dir) / SHEET_FILE, sheet)
         tqdm.write(line("sheet", f"{path}: {len(shown)} pictures as they are trained on"))
 
     on_main(state, report)

@@ -1,7 +1,6 @@
 """Latents: pictures as a frozen autoencoder encodes them, their store and their space."""
 
-from rectified_flow.latents.autoencoders import Autoencoder
-from rectified_flow.latents.small import Small
+from rectified_flow.latents.autoencoders import Autoencoder, Small
 from rectified_flow.latents.space import LatentDataset, Latents, encode_pictures
 
 __all__ = ["Autoencoder", "LatentDataset", "Latents", "Small", "encode_pictures"]

@@ -1,16 +1,26 @@
-"""Autoencoders: between pictures and the latents that a flow works on. Frozen, and part of no checkpoint."""
+"""Autoencoders: between pictures and the latents that a flow works on. Frozen, and part of no checkpoint.
+
+``Small`` is in the package, and has eight channels at an eighth of the side. Others are classes of diffusers.
+"""
 
 from abc import ABC, abstractmethod
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache
+from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.networks.pretrained import Pretrained
 from rectified_flow.registry import register
+
+WEIGHTS = Path(__file__).with_name("small.safetensors")
+CHANNELS, BOUND = 8, 3.0  # number of channels of small, and the bound of their values
 
 
 class Autoencoder(ABC):
@@ -63,6 +73,11 @@ class Autoencoder(ABC):
         """
 
 
+def in_float32(x: Tensor) -> AbstractContextManager[Any]:
+    """Return the context without autocast, which the meta device does not have."""
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
+
+
 @register
 class PretrainedAutoencoder(Pretrained, Autoencoder):  # type: ignore[override]
     """An autoencoder class of diffusers, such as ``AutoencoderKL``, in float32. Those of videos encode single frames.
@@ -102,8 +117,7 @@ class PretrainedAutoencoder(Pretrained, Autoencoder):  # type: ignore[override]
         """Call a method of the module in float32, with a video of one frame for a module with 3D convolutions."""
         module = self._module(x.device)
         takes_frames = any(isinstance(each, nn.Conv3d) for each in module.modules())
-        # On the meta device there is no autocast to disable.
-        with nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
+        with in_float32(x):
             return getattr(module, method)(x.float()[:, :, None] if takes_frames else x.float())
 
     def _module(self, device: torch.device) -> Any:
@@ -164,3 +178,108 @@ def _find(source: str) -> tuple[Any, dict[str, Any], str | None]:
     if not name.startswith("Autoencoder") or not hasattr(kind, "decode"):
         raise UsageError(f"--autoencoder {source} is not an autoencoder of diffusers, but of the class {name}")
     return kind, config, subfolder
+
+
+class _Block(nn.Module):
+    """A residual block of two 3x3 convolutions; it starts as the identity."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(width, width, 3, padding=1), nn.Conv2d(width, width, 3, padding=1)
+        for each in self.second.parameters():
+            nn.init.zeros_(each)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``x`` and what the convolutions add to it."""
+        return x + self.second(F.silu(self.first(F.silu(x))))
+
+
+class SmallNetwork(nn.Module):
+    """Encoder and decoder, fully convolutional; most of the work is at a quarter and an eighth of the side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(
+            nn.PixelUnshuffle(4),
+            nn.Conv2d(48, 64, 3, padding=1),
+            _Block(64),
+            nn.PixelUnshuffle(2),
+            nn.Conv2d(256, 128, 1),
+            _Block(128),
+            _Block(128),
+            nn.SiLU(),
+            nn.Conv2d(128, CHANNELS, 3, padding=1),
+        )
+        self.decoder = nn.Sequential(
+            nn.Conv2d(CHANNELS, 128, 3, padding=1),
+            _Block(128),
+            _Block(128),
+            nn.Conv2d(128, 256, 1),
+            nn.PixelShuffle(2),
+            _Block(64),
+            _Block(64),
+            _Block(64),
+            nn.Conv2d(64, 96, 1),
+            nn.PixelShuffle(2),
+            _Block(24),
+            nn.SiLU(),
+            nn.Conv2d(24, 12, 3, padding=1),
+            nn.PixelShuffle(2),
+        )
+
+    def encode(self, pictures: Tensor) -> Tensor:
+        """Return the latents, between -3 and 3."""
+        return BOUND * torch.tanh(self.encoder(pictures) / BOUND)
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Return pictures in about [-1, 1]."""
+        return self.decoder(latents)
+
+
+@register
+class Small(Autoencoder):
+    """The small autoencoder of the package, in float32.
+
+    Args:
+        fingerprint: the hash of the weights, if they must be the same as in training; None takes those of the package.
+    """
+
+    name = "small"
+
+    def __init__(self, fingerprint: str | None = None) -> None:
+        self.fingerprint = fingerprint or _small_fingerprint()
+
+    def encode(self, pictures: Tensor) -> tuple[Tensor, None]:
+        """Return the mean of the latents, and their standard deviation or None."""
+        return self._call("encode", pictures), None
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Return pictures in about [-1, 1], float32."""
+        return self._call("decode", latents)
+
+    def prepare(self, device: torch.device) -> None:
+        """Load the weights onto ``device``."""
+        if self.fingerprint != _small_fingerprint():
+            raise UsageError("--autoencoder small has other weights than in training: install the version of that time")
+        _small(device)
+
+    @torch.no_grad()
+    def _call(self, method: str, x: Tensor) -> Tensor:
+        with in_float32(x):
+            return getattr(_small(x.device), method)(x.float())
+
+
+@cache
+def _small(device: torch.device) -> SmallNetwork:
+    """Return the network, shared by all flows of this process; on the meta device it has no weights."""
+    with torch.device("meta"):
+        network = SmallNetwork()
+    if device.type != "meta":
+        network.load_state_dict({name: each.float() for name, each in load_file(WEIGHTS).items()}, assign=True)
+    return network.to(device).requires_grad_(False)
+
+
+@cache
+def _small_fingerprint() -> str:
+    """Return a hash of the weights."""
+    return blake2b(WEIGHTS.read_bytes(), digest_size=16).hexdigest()

@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 from rectified_flow.data.sources.synthetic_flowers import SPECIES, draw_flower
 from rectified_flow.errors import UsageError
 from rectified_flow.latents import space as latents_module
-from rectified_flow.latents.autoencoders import PretrainedAutoencoder
-from rectified_flow.latents.small import WEIGHTS, Small
+from rectified_flow.latents.autoencoders import WEIGHTS, PretrainedAutoencoder, Small
 from rectified_flow.latents.space import Latents
 from rectified_flow.randomness import BatchRows, deterministic
 from rectified_flow.registry import build, describe

@@ -16,8 +16,7 @@ from PIL import Image
 from rectified_flow.data.build import StoreWriter
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.errors import RunError, UsageError
-from rectified_flow.latents.autoencoders import PretrainedAutoencoder, _find, _load
-from rectified_flow.latents.small import Small
+from rectified_flow.latents.autoencoders import PretrainedAutoencoder, Small, _find, _load
 from rectified_flow.latents.space import LatentDataset, Latents, encode_pictures
 from rectified_flow.networks.pretrained import hash_of
 from rectified_flow.system.pictures import fit

@@ -69,16 +69,13 @@ class ImageSource:
         """Return the numbers of all images but those with the names to exclude.
 
         Raises:
-            UsageError: if an image to exclude does not exist, or no other is left.
+            UsageError: if an image to exclude does not exist.
         """
         names = {self.name_of(index): index for index in range(len(self))} if exclude else {}
         unknown = sorted({*exclude} - names.keys())
         if unknown:
             raise UsageError(f"--exclude names {unknown[0]}, which is no image of {self.name}: correct the list")
-        numbers = sorted({*range(len(self))} - {names[name] for name in exclude})
-        if not numbers and exclude:
-            raise UsageError(f"--exclude leaves no image of {self.name}: shorten the list")
-        return numbers
+        return sorted({*range(len(self))} - {names[name] for name in exclude})
 
     def read_table(self) -> Table:
         """Return the columns beside the images."""
