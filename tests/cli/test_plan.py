@@ -75,24 +75,6 @@ def outputs(sample_every: int, num_samples: int, save_every: int, log_every: int
             | {"init_from": "starter", "mixed_precision": "bf16"},
         ),
         (
-            FLOWERS,
-            Machine(33),
-            PICTURES | network(32, 1, 2, 3) | length(8, 3207, 64, 0.99376) | outputs(594, 36, 401, 25)
-            | {"mixed_precision": "bf16"},
-        ),
-        (
-            replace(EMOJI, budget="1h", seconds=3600, sides=(64, 64)),
-            Machine(17.75),
-            PICTURES | network(32, 1, 1, 2, 3) | length(8, 8626, 172, 0.99768) | outputs(320, 16, 320, 13)
-            | {"init_from": "starter", "mixed_precision": "bf16"},
-        ),
-        (
-            replace(EMOJI, pictures=200, budget="4h", seconds=14400, processes=2),
-            Machine(33 / 2**0.1),
-            PICTURES | network(48, 1, 2, 3) | length(16, 12500, 250, 0.9984) | outputs(162, 16, 162, 7)
-            | {"mixed_precision": "bf16", "augment": 0.15},
-        ),
-        (
             replace(EMOJI, budget="2d", seconds=2 * 86400),
             Machine(33),
             PICTURES | network(64, 1, 2, 3) | length(128, 10937, 218, 0.99817) | outputs(17, 16, 17, 1)
@@ -115,12 +97,6 @@ def outputs(sample_every: int, num_samples: int, save_every: int, log_every: int
             MUON | length(16, 2071, 41, 0.99034) | outputs(102, 9, 102, 4)
             | {"mixed_precision": "bf16", "flow": ("whole_fraction=0.75", "halves_fraction=0.5")}
             | {"teacher_samples": 4384},
-        ),
-        (
-            replace(DISTILL, method="reflow", samples=50_000, calls=32),
-            Machine(30, dim=64),
-            MUON | length(8, 3437, 68, 0.99418) | outputs(191, 9, 191, 8)
-            | {"mixed_precision": "bf16", "teacher_samples": 1363},
         ),
     ],
 )  # fmt: skip

@@ -1,6 +1,5 @@
 """Tests of runs on latents, which any number of processes encodes once."""
 
-import errno
 import json
 import shutil
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from PIL import Image
 
 from rectified_flow.data.build import StoreWriter
 from rectified_flow.data.store import ImageDataset
-from rectified_flow.errors import RunError, UsageError
+from rectified_flow.errors import UsageError
 from rectified_flow.latents.autoencoders import PretrainedAutoencoder, Small, _find, _load
 from rectified_flow.latents.space import LatentDataset, Latents, encode_pictures
 from rectified_flow.networks.pretrained import hash_of
@@ -108,16 +107,7 @@ def test_two_processes_encode_the_same_once(pictures: ImageDataset, monkeypatch:
     assert plain.read_batch([1])["latents"].shape == (1, 1, 1, 12, 4, 4)
 
 
-def test_what_cannot_be_written_is_a_sentence(pictures: ImageDataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(_writer: StoreWriter, _first: int, _values: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(StoreWriter, "write", full)
-        with pytest.raises(
-            RunError, match=r"latents in .* cannot be written .* make room, and run the same command to resume"
-        ):
-            encode(pictures)
+def test_latents_that_are_not_finite_are_refused(pictures: ImageDataset, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Haar, "encode", lambda _haar, x: (torch.full((len(x), 12, 4, 4), torch.nan), None))
     with pytest.raises(UsageError, match=r"--autoencoder haar gives latents of .* that are not finite"):
         encode(pictures)

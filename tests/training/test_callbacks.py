@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -90,27 +90,6 @@ def test_every_event_reaches_every_rank(tmp_path: Path, flowers: ImageDataset) -
     resumed, other = run_on_ranks(2, record_events, tiny_config(tmp_path, train_num_steps=8, **flags), flowers)
     assert resumed == other
     assert resumed[:3] == [("setup", 0), ("start", 6), ("step", 7)]
-
-
-def train_with(config: TrainingConfig, dataset: ImageDataset, callback: Callback) -> None:
-    build_trainer(config, dataset, callbacks=[callback]).train()
-
-
-class FailsAt(Callback):
-    def on_step(self, trainer: Trainer) -> None:
-        if trainer.state.step == 2:
-            raise ZeroDivisionError("a callback's own")
-
-
-def fail_with(config: TrainingConfig, dataset: ImageDataset, train: Callable[..., None]) -> None:
-    with pytest.raises(ZeroDivisionError, match="a callback's own"):
-        train(config, dataset, FailsAt())
-
-
-def test_a_callback_that_fails_ends_the_run_and_is_named(tmp_path: Path, flowers: ImageDataset) -> None:
-    run_on_ranks(2, fail_with, tiny_config(tmp_path, train_num_steps=6, num_samples=0), flowers, train_with)
-    status = checkpoint.load_document(tmp_path, "status.json")
-    assert (status["state"], status["message"]) == ("failed", "a callback's own")
 
 
 class Sum(Measurement):
