@@ -38,6 +38,8 @@ from tests.text.tiny_encoder import tiny_encoder
 
 ROOT = Path(__file__).resolve().parents[2]
 
+X_AND_T = {"x": {"type": "float32", "shape": ["b", 3, 8, 8]}, "t": {"type": "float32", "shape": ["b"]}}
+
 
 def small(**conditions: object) -> Unet:
     torch.manual_seed(0)
@@ -89,8 +91,7 @@ def test_a_rectified_flow_with_labels_as_onnx(tmp_path: Path, capsys: pytest.Cap
     expected = flow.eval().exact_velocity(x, t, labels=labels)
     assert (run(x=x, t=t, labels=labels) - expected).abs().max() <= 1e-5 * expected.abs().max()
     assert said["inputs"] == {
-        "x": {"type": "float32", "shape": ["b", 3, 8, 8]},
-        "t": {"type": "float32", "shape": ["b"]},
+        **X_AND_T,
         "labels": {"type": "int64", "shape": ["b"]},
     }
     assert (said["kind"], said["steps"], said["solver"]) == ("rectified", 16, "ab2")
@@ -138,8 +139,7 @@ def test_a_source_as_a_condition_beside_labels(tmp_path: Path) -> None:
     flow = RectifiedFlow(network, space=Pixels((3, 8, 8)), degradation=Mask("brush"))
     run, said = written(flow, tmp_path)
     assert said["inputs"] == {
-        "x": {"type": "float32", "shape": ["b", 3, 8, 8]},
-        "t": {"type": "float32", "shape": ["b"]},
+        **X_AND_T,
         "labels": {"type": "int64", "shape": ["b"]},
         "source": {"type": "float32", "shape": ["b", 3, 8, 8]},
         "unknown": {"type": "float32", "shape": ["b", 1, 8, 8]},
@@ -185,8 +185,7 @@ def test_captions_numbers_and_labels_are_inputs_under_their_names(tmp_path: Path
     flow = RectifiedFlow(small(**conditions), space=Pixels((3, 8, 8)))
     run, said = written(flow, tmp_path)
     assert said["inputs"] == {
-        "x": {"type": "float32", "shape": ["b", 3, 8, 8]},
-        "t": {"type": "float32", "shape": ["b"]},
+        **X_AND_T,
         "text": {"type": "float32", "shape": ["b", 1, 3]},
         names["size"]: {"type": "float32", "shape": ["b"]},
         names["species"]: {"type": "int64", "shape": ["b"]},

@@ -211,15 +211,6 @@ def test_a_finished_run_is_extended_by_a_time(tmp_path: Path, capsys: pytest.Cap
     assert chosen(800, f"{run} --budget +30m")["train_num_steps"] == longer, "killed on the way, it is extended once"
 
 
-def test_a_run_without_a_plan_prints_its_time_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
-    chosen(800, "--train_num_steps 60")
-    said = capsys.readouterr().out
-    assert "speed       4.9 images/s in about 0 GB of memory" in said
-    assert "time        13 s a step, 13 minutes in all" in said
-    with pytest.raises(UsageError, match=r"a step of 64 images does not fit into the memory .*: lower --batch_size"):
-        chosen(800, "--train_num_steps 60", rate=0)
-
-
 def test_stratified_times_are_not_chosen_for_other_flows_or_times() -> None:
     assert chosen(2000)["time_distribution"] == ["stratified=True"]
     assert chosen(2000, "--flow distance=pseudo_huber")["time_distribution"] == ["stratified=True"]

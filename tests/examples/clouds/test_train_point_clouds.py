@@ -84,13 +84,6 @@ def test_another_order_of_the_points_is_that_order_of_the_output() -> None:
     assert not torch.allclose(network(x, t, labels=labels), network(x, t), atol=1e-5)
 
 
-def test_pictures_of_clouds() -> None:
-    poles = Points().render(torch.tensor([[[0.0, 0.0, -1.0]], [[0.0, 0.0, 1.0]]]))
-    assert poles.shape == (2, 3, 96, 96)
-    assert poles[:, 0].amax(dim=(1, 2)).tolist() == [90, 255]
-    assert (poles[0, 0] > 0).sum() == 5 * 5
-
-
 def test_digits_lie_around_the_pole() -> None:
     clouds = Digits(12).entries["clouds"]
     assert clouds.shape == (1797, 12, 3)
