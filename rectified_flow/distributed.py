@@ -27,7 +27,6 @@ STARTUP_TIMEOUT = timedelta(minutes=30)
 SHARED_TIMEOUT = 60.0
 """Seconds in which a file of the main process must appear everywhere: an NFS client may cache a folder for as long
 (acdirmax)."""
-SHOWN_FACTS = 3
 SHARDING = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
 """Backends of Accelerate that shard the weights, by the name in their environment variable."""
 
@@ -81,7 +80,7 @@ def check_equal(state: Accelerator | PartialState, facts: Callable[[], Mapping[s
         pairs = {key: (theirs.get(key), ours.get(key)) for key in ours | theirs}
         differ = [f"{key} is {its!s:.60}, not {main!s:.60}" for key, (its, main) in pairs.items() if its != main]
         if differ:
-            first = f"rank {rank} on {host} differs from rank 0 on {main_host}: {'; '.join(differ[:SHOWN_FACTS])}"
+            first = f"rank {rank} on {host} differs from rank 0 on {main_host}: {'; '.join(differ[:3])}"
             raise UsageError(f"{first}: start every process with the same flags, data and versions")
 
 

@@ -27,7 +27,7 @@ from rectified_flow.flags import Positive
 from rectified_flow.randomness import mix
 from rectified_flow.registry import build
 from rectified_flow.spaces.pixels import Pixels
-from rectified_flow.spaces.space import RGB, Space
+from rectified_flow.spaces.space import Space
 from rectified_flow.system.files import read_document, reading
 
 LABELS_FILE, INFO_FILE, RECIPE_FILE, ORIGINALS_FILE = "labels.npy", "info.json", "recipe.json", "originals.json"
@@ -304,10 +304,7 @@ class ImageDataset(StoreDataset):
 
     def read_pictures(self, indices: Sequence[int]) -> Tensor:
         """Pictures to compare and to show, uint8 ``[b, 3, h, w]``: the centre of each row, over white."""
-        images = self.read_entries(indices)["images"]
-        if images.dtype == torch.uint8 and images.shape[1:] == (RGB, *(self.space.shape or images.shape[1:])[1:]):
-            return images
-        return self.space.render(self.space.decode(self.space.encode(images)))
+        return self.space.render(self.space.decode(self.space.encode(self.read_entries(indices)["images"])))
 
 
 def pair_by_name(pictures: ImageDataset, source: ImageDataset, *, skip_unpaired: bool) -> ImageDataset:

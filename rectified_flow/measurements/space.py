@@ -6,10 +6,11 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cache
 from math import log
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import numpy as np
 import torch
+from annotated_types import Gt
 from torch import Tensor
 
 from rectified_flow import randomness
@@ -73,20 +74,15 @@ class Log(Transform):
 
 
 @register
+@dataclass(frozen=True)
 class Asinh(Transform):
     """The inverse hyperbolic sine: linear for values below ``scale``, logarithmic far above, and defined for all.
 
     Args:
         scale: magnitude at which the logarithmic part begins, in the unit of the data.
-
-    Raises:
-        ValueError: if the scale is not positive.
     """
 
-    def __init__(self, scale: float = 1.0) -> None:
-        if not scale > 0:
-            raise ValueError(f"the scale is {scale:g}; it must be positive")
-        self.scale = scale
+    scale: Annotated[float, Gt(0)] = 1.0
 
     def __call__(self, values: Tensor) -> Tensor:
         """Return ``asinh(v / scale)``."""

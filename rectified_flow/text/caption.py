@@ -87,9 +87,7 @@ class Caption(WrittenCondition):
         values = self.encode(texts)
         for text, unknown in zip(texts, values[:, 0].isnan().any(dim=1).tolist(), strict=True):
             if unknown and text.strip():
-                known = ", ".join(self.encoder.words[:5]) if isinstance(self.encoder, BagOfWords) else ""
-                hint = f"use words such as {known}" if known else "use other words"
-                raise UsageError(f"no word of {text!r} occurs in the training captions: {hint}")
+                raise UsageError(f"no word of {text!r} occurs in the training captions: use other words")
         empty = torch.tensor([not text.strip() for text in texts], dtype=torch.bool)
         return values.masked_fill(empty[:, None, None], torch.nan)
 
