@@ -15,7 +15,7 @@ from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 from math import isfinite
@@ -67,10 +67,6 @@ class Table:
         values = self.columns[column]
         values = values() if callable(values) else values
         return [(values[row], self.places[row]) for row in (range(len(values)) if self.rows is None else self.rows)]
-
-    def subset(self, rows: Sequence[int]) -> "Table":
-        """Return the table of some of its rows."""
-        return replace(self, rows=rows if self.rows is None else [self.rows[row] for row in rows])
 
 
 def read_metadata(metadata: Sequence[Path], files: Sequence[Path]) -> Table:

@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -127,7 +128,7 @@ def read_table(pictures: ImageDataset, source: ImageSource | None = None) -> Tab
     for note in table.notes:
         PartialState().print(escaped(f"note: {note}"))
     try:
-        return table.subset([numbers[original.name] for original in pictures.originals])
+        return replace(table, rows=[numbers[original.name] for original in pictures.originals])
     except KeyError as error:
         raise UsageError(f"{error} was removed from {source.name} meanwhile: run the command again") from error
 

@@ -87,13 +87,8 @@ class Pixels(Space):
         if data.dtype == torch.uint8:
             return None
         least, most = (float(value) for value in data.aminmax())
-        if not (least >= -1 and most <= 1):
-            return (
-                f"images reach from {least:.3g} to {most:.3g}; scale floating-point images to [-1, 1], or store uint8"
-            )
-        if least >= 0:
-            return "the images of the first batch lie in [0, 1]; scale them to [-1, 1] (2 * x - 1), or store uint8"
-        return None
+        remedy = "scale floating-point images to [-1, 1], or store uint8"
+        return None if -1 <= least < 0 and most <= 1 else f"images reach from {least:.3g} to {most:.3g}; {remedy}"
 
     @property
     def noun(self) -> str:

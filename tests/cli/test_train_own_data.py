@@ -59,7 +59,7 @@ def test_floats_in_another_range_are_told_once(tmp_path: Path, scale: float, off
     results = run_on_ranks(2, train_on, TensorDataset(scale * values + offset), config)
     said = "".join(text for text, _ in results)
     assert said.count("warning: ") == told
-    assert said.count("the images of the first batch lie in [0, 1]; scale them to [-1, 1]") == told
+    assert said.count("reach from 0 to 1; scale floating-point images to [-1, 1]") == told
 
 
 class Captioned(Dataset[dict[str, Any]]):

@@ -45,7 +45,7 @@ def test_half_of_the_images_are_mirrored() -> None:
     [
         (-1.0, 1.0, None),
         (-0.25, 0.5, None),
-        (0.0, 1.0, r"lie in [0, 1]; scale them to [-1, 1] (2 * x - 1), or store uint8"),
+        (0.0, 1.0, "reach from 0 to 1; scale floating-point images to [-1, 1], or store uint8"),
         (0.0, 255.0, "reach from 0 to 255; scale floating-point images to [-1, 1], or store uint8"),
         (-2.5, 0.0, "reach from -2.5 to 0"),
         (-1.0, float("nan"), "reach from nan to nan"),
