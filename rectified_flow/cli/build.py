@@ -134,7 +134,8 @@ def guidance_of(flags: SolverConfig, flow: Flow) -> Guidance:
     scale = flags.guidance_scale
     if scale is None:
         scale = 1.0 if flags.guidance else flow.default_guidance
-    return Guidance(scale, flags.guidance_interval, flags.guidance_scales)
+    low, high = sorted(flags.guidance_interval)
+    return Guidance(scale, (low, high), flags.guidance_scales)
 
 
 def _solver_options(flags: SolverConfig, trained: Trained) -> dict[str, Any]:

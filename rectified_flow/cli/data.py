@@ -107,8 +107,7 @@ def check_source(data: DataConfig, flags: SourceConfig, space: Space) -> None:
         space: the space of the data.
 
     Raises:
-        UsageError: if ``--source_path`` is not a folder or lies inside ``--dataset_path``, or if the degradation does
-            not support the data.
+        UsageError: if ``--source_path`` is not a folder, or the degradation does not support the data.
     """
     degradation = choose_degradation(flags.degrade)
     if degradation is not None and space.shape is not None:
@@ -167,8 +166,9 @@ def add_columns(
     state, columns = PartialState(), dict[str, Column]()
     table = read_table(pictures, source)
     for found in choose_columns(table, flags.condition_on, pictures.info.source):
-        kind = None if kinds is None else kinds.get(found.name)
-        if kinds is None:
+        if kinds is not None:
+            kind = kinds.get(found.name)
+        else:
             kind = found.kind.fit(found.texts, text_encoder=flags.text_encoder, text_tokens=flags.text_tokens)
             state.print(line(found.column, found.summary))
         if isinstance(kind, WrittenCondition):
@@ -193,12 +193,11 @@ def split_of(pictures: ImageDataset, data: DataConfig) -> Split | None:
 def divided(pictures: ImageDataset, data: DataConfig) -> tuple[ImageDataset, ImageDataset | None]:
     """Return the pictures that a run is trained on, and those that it holds out, if there are any. Collective."""
     split = split_of(pictures, data)
-    if split is None:
-        return pictures, None
-    if split.problem is not None:
+    if split is not None and split.problem is None:
+        return split.divide(pictures)
+    if split is not None:
         PartialState().print(f"warning: no pictures are held out, as --holdout leaves {split.problem}")
-        return pictures, None
-    return split.divide(pictures)
+    return pictures, None
 
 
 def check_conditions(flow: Flow, source: object, pictures: RealData) -> None:

@@ -56,21 +56,19 @@ ALTERNATIVES = (LENGTH_FLAGS, BATCH_FLAGS, {*NETWORK_FLAGS}, {"optimizer", "lear
 
 def with_recipe(config: TrainConfig, source: ImageSource) -> TrainConfig:
     """Return the flags of a new run on the pictures of a source, and print the chosen ones. Collective."""
-    if not may_choose(config):
+    if not may_choose(config) or config.teacher.teacher is not None:
         return config
-    fixed, flags, count = fixed_flags(config), dict[str, Any](), len(source.numbers_without(config.data.exclude))
-    if config.teacher.teacher is None:
-        flags = plan.for_pictures(count, augmentable=can_augment(config.data))
-        if budget_of(config) is not None and not config.program.look:
-            flags.pop("augment", None)  # the plan decides it, when it knows the number of passes
-        sides = sides_of(source, config.data.crop)
-        flags |= _choose_size(config, source, sides)
-        if not config.data.autoencoder and config.data.aspect_ratio == "1:1" and "image_size" not in flags:
-            multiple = max(plan.MIN_SIDE, 2 ** (len(config.network.dim_mults) - 1))
-            side = ceil(max(sides, default=0) / multiple) * multiple
-            flags |= {"image_size": side} if 0 < side < config.data.image_size else {}
-        flags = {name: value for name, value in flags.items() if name not in fixed}
-    if flags:
+    count, fixed = len(source.numbers_without(config.data.exclude)), fixed_flags(config)
+    flags = plan.for_pictures(count, augmentable=can_augment(config.data))
+    if budget_of(config) is not None and not config.program.look:
+        flags.pop("augment", None)  # the plan decides it, when it knows the number of passes
+    sides = sides_of(source, config.data.crop)
+    flags |= _choose_size(config, source, sides)
+    if not config.data.autoencoder and config.data.aspect_ratio == "1:1" and "image_size" not in flags:
+        multiple = max(plan.MIN_SIDE, 2 ** (len(config.network.dim_mults) - 1))
+        side = ceil(max(sides, default=0) / multiple) * multiple
+        flags |= {"image_size": side} if 0 < side < config.data.image_size else {}
+    if flags := {name: value for name, value in flags.items() if name not in fixed}:
         words = " ".join(command_line(flags))
         text = f"{words}, for {count:,} pictures; flags override them (docs/budget.md)"
         PartialState().print(line("recipe", text))

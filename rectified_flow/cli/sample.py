@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -58,20 +58,18 @@ class Outputs:
     settings: Provenance | None
     """Settings that all pictures have in common; None without metadata."""
 
-    def picture(self, number: int) -> Path:
-        """Return the file of a sample, a picture; that of measurements is a preview."""
-        return self.folder / f"{self.request.names[number]}{'.png' if self.space.suffix is None else PREVIEW}"
+    @cached_property
+    def pictures(self) -> list[Path]:
+        """The pictures of all samples; those of measurements are previews."""
+        return self._files(".png" if self.space.suffix is None else PREVIEW)
 
-    def values(self, number: int) -> Path:
-        """Return the file of a sample that is no picture, beside its preview."""
-        return self.folder / f"{self.request.names[number]}{self.space.suffix}"
+    @cached_property
+    def values(self) -> list[Path]:
+        """The files of samples that are no pictures, beside their previews."""
+        return [] if self.space.suffix is None else self._files(self.space.suffix)
 
-    @property
-    def files(self) -> list[Path]:
-        """The files of all samples."""
-        numbers = range(len(self.request.names))
-        pictures = [self.picture(number) for number in numbers]
-        return pictures if self.space.suffix is None else pictures + [self.values(number) for number in numbers]
+    def _files(self, end: str) -> list[Path]:
+        return [self.folder / f"{name}{end}" for name in self.request.names]
 
     def metadata(self, number: int | None = None) -> dict[str, Any]:
         """Return the options with which Pillow writes the settings of a sample, or of several without a number."""
@@ -164,7 +162,7 @@ def _settings_of(config: SampleConfig, trained: Trained, request: SampleRequest)
 
 def _claim(outputs: Outputs, flags: PicturesConfig, held: ExitStack) -> None:
     """Create and lock the output folder, check that it has room and no other samples, and claim all names of files."""
-    folder, given, files = outputs.folder, flags.from_images, outputs.files
+    folder, given, files = outputs.folder, flags.from_images, outputs.pictures + outputs.values
     if given is not None and (given if given.is_dir() else given.parent).resolve() == folder.resolve():
         raise UsageError(f"--output_dir {folder} has the pictures of --from_images: choose another folder")
     claim(prepare_folder("output_dir", folder), ())  # refuse a checkpoint before writing the lock file
@@ -212,9 +210,9 @@ def _write_samples(flow: Flow, outputs: Outputs, state: PartialState) -> str:
             pictures = results if space.suffix is None else space.render(results)
             for number, result, picture in zip(numbers, results.cpu(), pictures.cpu(), strict=True):
                 content = encode_picture(picture.permute(1, 2, 0).numpy(), **outputs.metadata(number))
-                _write(outputs.picture(number), content)
+                _write(outputs.pictures[number], content)
                 if space.suffix is not None:
-                    _write(outputs.values(number), space.write(result))
+                    _write(outputs.values[number], space.write(result))
             bar.update(len(numbers))
     also = request.options.get("guidance", NO_GUIDANCE).autoguidance != 1
     calls = f"{sum(rows) / max(1, len(mine)):g} of the network for each picture"
@@ -251,16 +249,14 @@ def _reversed(
 
 def _write_sheets(flow: Flow, outputs: Outputs, flags: PicturesConfig) -> dict[str, object]:
     """Write the grid of all samples, and the trajectories of the first ones; return lines on all files."""
-    space, last, texts = flow.space, len(outputs.request.names) - 1, dict[str, object]()
+    files, texts = {"values": outputs.values, "pictures": outputs.pictures}, dict[str, object]()
     if flags.path != "none":
-        shown = range(min(PATH_PICTURES, last + 1))
+        shown = range(min(PATH_PICTURES, len(outputs.pictures)))
         texts["path"] = _write_path(outputs.folder / PATH_FILES[flags.path], flow, shown, outputs)
     # Other processes wrote most of the samples, so the grid reads them back.
     grid = _grid_of(outputs, flags.variants)
     texts["grid"] = write_picture(outputs.folder / GRID_FILE, grid, **outputs.metadata())
-    if space.suffix is not None:
-        texts["values"] = f"{outputs.values(0)} to {outputs.values(last).name}"
-    return texts | {"pictures": f"{outputs.picture(0)} to {outputs.picture(last).name}"}
+    return texts | {name: f"{paths[0]} to {paths[-1].name}" for name, paths in files.items() if paths}
 
 
 def _write_path(file: Path, flow: Flow, numbers: range, outputs: Outputs) -> Path:
@@ -281,8 +277,7 @@ def _write_path(file: Path, flow: Flow, numbers: range, outputs: Outputs) -> Pat
 
 def _grid_of(outputs: Outputs, variants: int) -> Any:
     """Return a grid of results. Results of --from_images follow their picture, and conditions are written below."""
-    request, legend = outputs.request, outputs.space.legend
-    files = [outputs.picture(number) for number in range(len(request.names))]
+    request, legend, files = outputs.request, outputs.space.legend, outputs.pictures
     if request.shown is not None:
         count, across = len(files) // variants, 1 + variants
         rows = range(min(count, max(1, GRID_PICTURES // across)))
@@ -311,7 +306,7 @@ def _write_nearest(data: RealData, outputs: Outputs, state: PartialState) -> Non
     real = reference_features(data, colours)
     if not state.is_main_process:
         return
-    files = [outputs.picture(number) for number in range(min(GRID_PICTURES, len(outputs.request.names)))]
+    files = outputs.pictures[:GRID_PICTURES]
     shown = read_pictures(files)
     distances = torch.minimum(*(torch.cdist(colours.of(each), real) for each in (shown, shown.flip(-1))))
     found = distances.mul(GREY_LEVELS / real.shape[1] ** 0.5).topk(min(NEAREST, len(real)), largest=False)
