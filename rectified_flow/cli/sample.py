@@ -29,7 +29,6 @@ from rectified_flow.load import Trained, autocast, model_hash, solver_name
 from rectified_flow.runs.checkpoint import early_of
 from rectified_flow.spaces.space import Space
 from rectified_flow.system.files import locked, prepare_folder, replace_file, writing
-from rectified_flow.system.machine import require_disk
 from rectified_flow.system.outputs import claim, write_output
 from rectified_flow.system.pictures import (
     encode_picture,
@@ -45,7 +44,6 @@ from rectified_flow.system.terminal import lines, progress_bar
 LOCK_FILE, GRID_FILE, NEAREST_FILE = ".sample.lock", "grid.png", "nearest.png"
 PATH_FILES = {"strip": "path.png", "gif": "path.gif"}
 PATH_PICTURES, PATH_STOPS, NEAREST = 8, 9, 4
-BLOCK = 4096  # least size of a file on disk [bytes]
 
 
 @dataclass(frozen=True)
@@ -161,12 +159,11 @@ def _settings_of(config: SampleConfig, trained: Trained, request: SampleRequest)
 
 
 def _claim(outputs: Outputs, flags: PicturesConfig, held: ExitStack) -> None:
-    """Create and lock the output folder, check that it has room and no other samples, and claim all names of files."""
+    """Create and lock the output folder, check that it has no other samples, and claim all names of files."""
     folder, given, files = outputs.folder, flags.from_images, outputs.pictures + outputs.values
     if given is not None and (given if given.is_dir() else given.parent).resolve() == folder.resolve():
         raise UsageError(f"--output_dir {folder} has the pictures of --from_images: choose another folder")
     claim(prepare_folder("output_dir", folder), ())  # refuse a checkpoint before writing the lock file
-    require_disk(len(files) * BLOCK, folder, f"--num_samples {len(outputs.request.names)}", "lower it")
     busy = f"another process is writing to --output_dir {folder}"
     held.enter_context(locked(folder / LOCK_FILE, busy, 0))
     for file in {*folder.glob("*.png")}.difference(files):

@@ -146,14 +146,12 @@ def summarize(config: TrainingConfig, accelerator: Accelerator, flow: nn.Module,
     """
     batch = config.split_batch(accelerator.num_processes)
     count = sum(parameter.numel() for parameter in flow.parameters())
-    trained = sum(parameter.numel() for parameter in flow.parameters() if parameter.requires_grad)
     images = config.total_steps(batch, length) * batch.total
-    frozen = f" ({trained / 1e6:.1f} M trained)" if trained < 0.999 * count else ""
     return lines(
         {
             "processes": f"{accelerator.num_processes} x {accelerator.device.type}, {precision_name(accelerator)}",
             "data": data,
-            "network": f"{count / 1e6:.1f} M parameters{frozen}",
+            "network": f"{count / 1e6:.1f} M parameters",
             "batch": batch,
             "run": f"{images // batch.total} steps = {images} {items_of(flow)} = {images / length:.1f} epochs",
             "output": config.output_dir,
