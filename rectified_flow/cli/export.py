@@ -70,15 +70,13 @@ def export(config: ExportConfig) -> None:
     if is_page:
         description |= {"hash": model_hash(trained.flow), "metadata": PACKET if flags.metadata else None}
     report: dict[str, object] = {"model": trained, "output": description["output"]}
-    stages = 1 + bool(decoder) + bool(encoder)
-    with progress_bar(total=stages, desc="converting the network", unit="stage", leave=False) as bar:
-        files[MODEL_FILE], text = converted(call, call.example, "flow", in_half=flags.half)
-        report["program"] = f"{folder / MODEL_FILE}, {text}"
-        bar.update()
-        if decoder is not None:
-            bar.set_description("converting the decoder")
-            files[DECODER_FILE], text = converted(decoder, call.latents, "decoder", in_half=flags.half)
-            report["decoder"] = f"{folder / DECODER_FILE}, {text}"
+    modules: dict[str, Any] = {"flow": (call, call.example, MODEL_FILE)}
+    modules |= {} if decoder is None else {"decoder": (decoder, call.latents, DECODER_FILE)}
+    with progress_bar(total=len(modules) + bool(encoder), unit="stage", leave=False) as bar:
+        for name, (module, example, file) in modules.items():
+            bar.set_description(f"converting the {name}")
+            files[file], text = converted(module, example, name, in_half=flags.half)
+            report[name] = f"{folder / file}, {text}"
             bar.update()
         if encoder:
             bar.set_description("converting the text encoder")

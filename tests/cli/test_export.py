@@ -305,7 +305,7 @@ def test_an_export_shows_its_progress_and_a_page_has_a_version(
 ) -> None:
     export_page(tmp_path)
     said = capfd.readouterr().err
-    assert "converting the network" in said
+    assert "converting the flow" in said
     exported = tmp_path / "exported"
     assert (exported / "offline.js").read_text().startswith('const VERSION = "')
     sizes = json.loads((exported / "model.json").read_text())["sizes"]
