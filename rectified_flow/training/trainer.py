@@ -30,8 +30,7 @@ from rectified_flow.training.evaluations import Callback, draw_preview
 from rectified_flow.training.loader import checked, explain_loader_errors, load, paired
 from rectified_flow.training.optimizers import BuildOptimizer, LrSchedule, build_schedule, find_optimizer
 from rectified_flow.training.speed import Throughput, items_of, summarize
-from rectified_flow.training.state import TrainingState, constant_average, trained_parameters
-from rectified_flow.training.stepper import Stepper, moved
+from rectified_flow.training.stepper import Stepper, TrainingState, constant_average, moved, trained_parameters
 
 
 class Trainer:
