@@ -6,7 +6,7 @@ of other real fields, which is not 0 either, because the number of fields is lim
 """
 
 from itertools import combinations
-from math import isfinite
+from math import isfinite, nan
 
 import torch
 from torch import Tensor
@@ -122,14 +122,13 @@ def _correlation(fields: Tensor) -> float:
 def wasserstein_distance(values: Tensor, others: Tensor) -> float:
     """Compute the 1-Wasserstein distance of the distributions of two sets of numbers, of any sizes.
 
-    It is the integral of the absolute difference of the quantile functions, which equals that of the cumulative
-    distribution functions (Ramdas et al. 2017, arXiv:1509.02237). Both are step functions, so the sum over all steps is
-    exact. NaN counts as unknown; without known numbers, the distance is NaN.
+    It is the integral of the absolute difference of the cumulative distribution functions (Ramdas et al. 2017,
+    arXiv:1509.02237). NaN counts as unknown; without known numbers, the distance is NaN.
     """
-    values, others = (_known(each).sort().values for each in (values, others))
-    steps = torch.cat((values, others)).sort().values
-    below, others_below = (torch.searchsorted(each, steps[:-1], right=True).double() for each in (values, others))
-    return ((below / len(values) - others_below / len(others)).abs() * steps.diff()).sum().item()
+    from scipy import stats  # takes a second to load
+
+    known = [_known(each).cpu().numpy() for each in (values, others)]
+    return float(stats.wasserstein_distance(*known)) if all(map(len, known)) else nan
 
 
 def field_scores(samples: Tensor, real: Tensor, other: Tensor) -> dict[str, float]:

@@ -202,9 +202,8 @@ def _load(source: str) -> tuple[Any, Any]:
         raise UsageError(f"--text_encoder {source} needs transformers: pip install transformers") from error
     try:
         config = AutoConfig.from_pretrained(source)
-        kinds: dict[str, Any] = {"clip": CLIPTextModel, "clip_text_model": CLIPTextModel}
-        kinds |= {"siglip": SiglipTextModel, "siglip_text_model": SiglipTextModel}
-        kind = kinds.get(config.model_type, AutoModel)
+        kinds: dict[str, Any] = {"clip": CLIPTextModel, "siglip": SiglipTextModel}
+        kind = kinds.get(config.model_type.removesuffix("_text_model"), AutoModel)
         if not hasattr(getattr(config, "text_config", config), "vocab_size"):
             raise ValueError(f"its model type {config.model_type} reads no text")
         logging.disable_progress_bar()
