@@ -1,6 +1,5 @@
-"""Tests of the benchmarks: imports, time limits, and the checks of a first run on a GPU."""
+"""Tests of the benchmarks: time limits, and the checks of a first run on a GPU."""
 
-import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +14,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from turns import Turns, take_turns
 
 from tests.patience import PATIENCE, wait_for
-
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 def leave(turns: Turns) -> None:
@@ -40,12 +37,6 @@ def test_a_part_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path: 
     bench._end(process.pid)
     process.wait()
     assert psutil.wait_procs(children, timeout=PATIENCE)[1] == []
-
-
-@pytest.mark.parametrize("name", sorted(file.stem for file in BENCHMARKS.glob("*.py")))
-def test_every_benchmark_imports(name: str) -> None:
-    """Import each benchmark, also without the peer of ``pip install -e .[benchmark]``."""
-    importlib.import_module(name)
 
 
 def verdicts(output: str) -> dict[str, str]:

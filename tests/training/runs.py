@@ -12,7 +12,6 @@ from rectified_flow.data.build import open_store
 from rectified_flow.data.sources.synthetic_flowers import SyntheticFlowers
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.evaluation.evaluator import Evaluator
-from rectified_flow.flows import Coupling, ObjectiveName
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.networks.unet import Unet
@@ -32,9 +31,6 @@ class Tiny:
 
     kind: Kind = "rectified"
     use_cfg: bool = True
-    dropout: float = 0.1
-    coupling: Coupling = "independent"
-    objective: ObjectiveName = "improved_mean_flow"
     evaluate_every: int = 0
 
     def build(self, dataset: ImageDataset) -> RectifiedFlow | MeanFlow:
@@ -46,13 +42,10 @@ class Tiny:
             image_size=IMAGE_SIZE,
             attention_sides=(4,),
             blocks_per_level=1,
-            dropout=self.dropout,
+            dropout=0.1,
         )
-        settings: dict[str, Any] = {"condition_dropout": 0.1, "coupling": self.coupling}
-        settings["space"] = Pixels(horizontal_flip=True)
-        if self.kind == "mean":
-            return MeanFlow(network, objective=self.objective, **settings)
-        return RectifiedFlow(network, **settings)
+        kind = MeanFlow if self.kind == "mean" else RectifiedFlow
+        return kind(network, condition_dropout=0.1, space=Pixels(horizontal_flip=True))
 
 
 RECTIFIED = Tiny()

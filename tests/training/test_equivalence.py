@@ -13,11 +13,20 @@ from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.system.outputs import RECORD
 from tests.ranks import run_on_ranks
-from tests.training.runs import Kind, Tiny, assert_same_bytes, build_trainer, losses, metrics, tiny_config, train
+from tests.training.runs import (
+    RECTIFIED,
+    Kind,
+    Tiny,
+    assert_same_bytes,
+    build_trainer,
+    losses,
+    metrics,
+    tiny_config,
+    train,
+)
 
 STEPS = 20
 FLAGS: dict[str, Any] = {"train_num_steps": STEPS, "save_every": 10, "sample_every": 10, "log_every": 2}
-RECTIFIED = Tiny()
 
 
 @pytest.fixture(scope="module")
@@ -43,12 +52,12 @@ class Runs:
         results = run_on_ranks(world_size, train, config, self.dataset, tiny)
         assert results == [{"world_size": world_size, "step": config.train_num_steps}] * world_size
 
-    def straight(self, world_size: int, kind: Kind = "rectified") -> Path:
-        return self.get(f"straight-{world_size}-{kind}", world_size, Tiny(kind))
+    def straight(self, world_size: int) -> Path:
+        return self.get(f"straight-{world_size}", world_size)
 
-    def stopped(self, world_size: int, kind: Kind, name: str) -> Path:
+    def stopped(self, world_size: int, name: str) -> Path:
         """A copy of a straight run that lacks its last checkpoint."""
-        copy = shutil.copytree(self.straight(world_size, kind), self.folder / name)
+        copy = shutil.copytree(self.straight(world_size), self.folder / name)
         shutil.rmtree(copy / f"checkpoints/step_{STEPS:08d}")
         return copy
 
@@ -78,14 +87,14 @@ def test_another_seed_trains_differently(runs: Runs) -> None:
 @pytest.mark.slow
 def test_resuming_on_four_processes_is_byte_equal(runs: Runs) -> None:
     """From three ranks on, DistributedDataParallel sums in another order after its first backward pass."""
-    straight, resumed = runs.straight(4), runs.stopped(4, "rectified", "resumed")
+    straight, resumed = runs.straight(4), runs.stopped(4, "resumed")
     runs.go(resumed, 4)
     assert_same_bytes(resumed, straight, STEPS)
     assert losses(resumed) == losses(straight)
 
 
 def test_a_checkpoint_of_two_processes_resumes_on_one(runs: Runs) -> None:
-    moved = runs.stopped(2, "rectified", "moved")
+    moved = runs.stopped(2, "moved")
     runs.go(moved, 1)
     assert_close(runs.straight(2), moved)
 
