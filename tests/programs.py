@@ -73,7 +73,11 @@ def stand_in() -> Iterator[None]:
         return bytes(100_000)
 
     def load(_content: bytes) -> Callable[[dict[str, Any]], list[Any]]:
-        return lambda inputs: [calls[-1](**inputs)]
+        def run(inputs: dict[str, Any]) -> list[Any]:
+            returned = calls[-1](**inputs)
+            return [*returned] if isinstance(returned, tuple) else [returned]
+
+        return run
 
     with patch("rectified_flow.cli.export.to_onnx", to_onnx), patch("rectified_flow.cli.export.load_program", load):
         yield
