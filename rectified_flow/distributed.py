@@ -22,6 +22,7 @@ from torch import Tensor
 from rectified_flow.errors import RunError, UsageError
 from rectified_flow.system.signals import Interrupted
 
+T = TypeVar("T")
 STARTUP_TIMEOUT = timedelta(minutes=30)
 """Timeout of collectives before the first step: other processes may be reading data, compiling, or not started yet."""
 SHARED_TIMEOUT = 60.0
@@ -115,9 +116,6 @@ def _versions() -> dict[str, str]:
     source = b"".join(path.read_bytes() for path in sorted(package.rglob("*.py")))
     digest = blake2b(source, digest_size=6).hexdigest()
     return {"the version of torch": torch.__version__, f"the source of {package.name}": digest}
-
-
-T = TypeVar("T")
 
 
 def set_collective_timeout(seconds: float) -> None:
