@@ -66,10 +66,8 @@ def claim_model(folder: Path) -> None:
     """
     if is_run(folder):
         raise UsageError(f"--save_pretrained {folder} belongs to a run: choose another folder")
-    claim(
-        folder,
-        [checkpoint.MODEL_FILE, CONFIG_FILE, PIPELINE_INDEX, PIPELINE.name, f"{PIPELINE_FOLDER}/{PIPELINE.name}"],
-    )
+    code = [PIPELINE_INDEX, PIPELINE.name, f"{PIPELINE_FOLDER}/{PIPELINE.name}"]
+    claim(folder, [checkpoint.MODEL_FILE, CONFIG_FILE, *code])
 
 
 def load_pretrained(source: str | Path, **options: Any) -> Flow:

@@ -91,9 +91,8 @@ def resolved(config: C) -> tuple[C, bool]:
 def check_method(config: TrainConfig, begun: TrainConfig) -> None:
     """Raise a UsageError if a run began with another method than that of ``config``."""
     if begun.method != config.method:
-        raise UsageError(
-            f"{config.run.checkpoints} belongs to a run with --method {begun.method}: choose another --output_dir"
-        )
+        folder = config.run.output_dir
+        raise UsageError(f"{folder} belongs to a run with --method {begun.method}: choose another --output_dir")
 
 
 def check_one_step(config: TrainConfig) -> None:
@@ -124,7 +123,7 @@ def _stored_source(distilled: DistillationData) -> Path | None:
     source = Path(stored.source)
     if not source.resolve().is_relative_to(distilled.teacher.resolve()):
         raise UsageError(f"{distilled.folder} contains {distilled.kind} of {source}: {REMEDY}")
-    if checkpoint.fingerprint(source) == checkpoint.MISSING:
+    if not source.exists():
         raise UsageError(f"{source}, which drew the {distilled.kind} in {distilled.folder}, no longer exists: {REMEDY}")
     return source
 

@@ -83,7 +83,6 @@ CONFIG_FILE, FLOW_FILE, STATE_FILE = "config.json", "flow.json", "trainer.json"
 FLOW_FILES = (MODEL_FILE, EMA_FILE, CONFIG_FILE, FLOW_FILE, STATE_FILE)
 """Files that a trained flow is loaded from; resuming a run reads others, too."""
 BEST = "best"  # file with the name of the best checkpoint
-MISSING = "missing"  # fingerprint of a checkpoint that does not exist
 NAME = re.compile(r"step_([0-9]{8,})")
 
 T = TypeVar("T")
@@ -295,10 +294,10 @@ def read(
 
 
 def fingerprint(path: Path) -> str:
-    """Return a hash of the contents of the checkpoint at ``path``; :data:`MISSING` if there is none."""
+    """Return a hash of the contents of the checkpoint at ``path``; "missing" if there is none."""
     with suppress(OSError):
         return blake2b((path / MANIFEST).read_bytes(), digest_size=6).hexdigest()
-    return MISSING
+    return "missing"
 
 
 def load_tensors(path: Path, *names: str) -> dict[str, Tensor]:

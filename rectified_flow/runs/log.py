@@ -152,7 +152,7 @@ class RunLog:
             "trackio": {"name": run_id, "resume": "allow", "config": simple},
             "wandb": {"id": run_id, "resume": "allow"},
         }
-        of_trackio = flags["log_with"] == "trackio"
+        name, of_trackio = flags["log_with"], flags["log_with"] == "trackio"
         # Trackio needs the flags at every start. TensorBoard creates a further run for each set of flags.
         first = None if self.step or of_trackio else simple
         try:
@@ -162,10 +162,8 @@ class RunLog:
             self.accelerator.init_trackers(PROJECT, first, settings)
         except Exception as error:  # each service has errors of its own
             self.accelerator.trackers = []  # one that did not start cannot be closed
-            remedy = "WANDB_MODE=offline needs no account" if flags["log_with"] == "wandb" else "leave it out"
-            raise UsageError(
-                f"--log_with {flags['log_with']} could not be started ({first_line(error)}); {remedy}"
-            ) from error
+            remedy = "WANDB_MODE=offline needs no account" if name == "wandb" else "leave it out"
+            raise UsageError(f"--log_with {name} could not be started ({first_line(error)}); {remedy}") from error
 
     def close(self) -> None:
         """Let the trackers write everything."""
