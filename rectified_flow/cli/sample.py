@@ -31,14 +31,16 @@ from rectified_flow.spaces.space import Space
 from rectified_flow.system.files import locked, prepare_folder, replace_file, writing
 from rectified_flow.system.outputs import claim, write_output
 from rectified_flow.system.pictures import (
+    Provenance,
     encode_picture,
+    metadata_options,
     open_picture,
     over_white,
+    read_provenance,
     to_grid,
     write_motion,
     write_picture,
 )
-from rectified_flow.system.provenance import Provenance, metadata_options, read_provenance
 from rectified_flow.system.terminal import lines, progress_bar
 
 LOCK_FILE, GRID_FILE, NEAREST_FILE = ".sample.lock", "grid.png", "nearest.png"

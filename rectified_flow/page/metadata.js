@@ -1,4 +1,4 @@
-// What a downloaded picture says of itself, as rectified_flow/system/provenance.py has it: that a model generated it, and how.
+// What a downloaded picture says of itself, as rectified_flow/system/pictures.py has it: that a model generated it, and how.
 
 import { sampleLabel } from "./noise.js";
 

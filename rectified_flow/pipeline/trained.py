@@ -17,7 +17,7 @@ from rectified_flow.errors import UsageError
 from rectified_flow.flows.flow import Flow, sample_batches
 from rectified_flow.flows.solvers import Guidance
 from rectified_flow.load import model_hash, solver_name
-from rectified_flow.system.provenance import GeneratedPicture, Provenance
+from rectified_flow.system.pictures import GeneratedPicture, Provenance
 
 Written = str | int | float
 Generators = torch.Generator | Sequence[torch.Generator] | None

@@ -25,7 +25,7 @@ from rectified_flow.flows.solvers import Guidance
 from rectified_flow.randomness import Samples, deterministic
 from rectified_flow.spaces.degradations import Degradation, Downsample, Grey, Mask
 from rectified_flow.spaces.pixels import Pixels
-from rectified_flow.system.provenance import PACKET, Provenance, read_provenance
+from rectified_flow.system.pictures import PACKET, Provenance, read_provenance
 from rectified_flow.text.encoders import BagOfWords, words_of
 from tests.patience import PATIENCE
 from tests.text.tiny_encoder import tiny_encoder

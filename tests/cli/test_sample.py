@@ -21,8 +21,7 @@ from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.checkpoint import FLOW_FILE
 from rectified_flow.spaces.pixels import Pixels
-from rectified_flow.system.pictures import write_picture
-from rectified_flow.system.provenance import read_provenance
+from rectified_flow.system.pictures import read_provenance, write_picture
 from tests.programs import assert_refused, call, program
 from tests.ranks import run_on_ranks
 from tests.test_load import FLOWS, write

@@ -20,7 +20,7 @@ from rectified_flow.load import model_hash
 from rectified_flow.networks.unet import Unet
 from rectified_flow.pipeline.trained import FlowPipeline
 from rectified_flow.spaces.pixels import Pixels
-from rectified_flow.system.provenance import Provenance, read_provenance
+from rectified_flow.system.pictures import Provenance, read_provenance
 from rectified_flow.text.caption import Caption
 from rectified_flow.text.encoders import BagOfWords
 from tests.programs import call
