@@ -74,6 +74,8 @@ def _parse(config_class: str, description: str) -> Any:
     share_processors()
     # torch's own warning, in forward-mode derivatives
     warnings.filterwarnings("ignore", message=".*torch.jit.script.*", category=FutureWarning)
+    # of DDP about 1x1 convolutions, whose gradients are right in either layout of memory
+    warnings.filterwarnings("ignore", message="Grad strides do not match", category=UserWarning)
     try:
         config = parse(resolve_name(config_class), description, _arguments(), quiet=not _is_rank_0())
     except SystemExit as explained:
