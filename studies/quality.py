@@ -1,12 +1,22 @@
 """How near do samples of 16 calls come to the data after equal processor time, here and in rectified-flow-pytorch?
 
-The case ``budget`` runs the training program, whose ``--budget`` is wall time: it needs an idle core.
+The cases ``budget`` run the training program, whose ``--budget`` is wall time: they need an idle core. Those with a
+side train at that side, and their samples are enlarged to ``--image_size`` (Lanczos) before they are compared:
+
+    python -m studies.quality --image_size 128 --only "budget, *" --budget 4 12 --num_samples 500 --data FOLDER
 """
 
 import sys
+from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any
 
-from rectified_flow import Pixels, RectifiedFlow
+import torch
+from torch import Tensor
+from torchvision.transforms.v2 import InterpolationMode
+from torchvision.transforms.v2.functional import pil_to_tensor, resize, to_pil_image
+
+from rectified_flow import Evaluator, Pixels, RectifiedFlow
 from rectified_flow.cli.config import TrainConfig
 from rectified_flow.cli.train import train
 from rectified_flow.flags import command_line, flags_in, parse
@@ -36,8 +46,12 @@ def train_ours(row: Row) -> None:
     train_flow(row, flow, open_pictures(row.data, size), minutes=row.budget)
 
 
-def train_by_program(row: Row) -> None:
+def train_by_program(row: Row, **chosen: Any) -> None:
     """Train with the settings that the program chooses for the budget; an interrupted run resumes.
+
+    Args:
+        row: the row.
+        chosen: flags that the program does not choose.
 
     Raises:
         RuntimeError: if the run was asked to stop; it is saved.
@@ -45,10 +59,11 @@ def train_by_program(row: Row) -> None:
     folder, run = find_folder(row.data), row.folder / "run"
     data = {"dataset": row.data} if folder is None else {"dataset_path": folder}
     flags = {"image_size": row.image_size, "budget": f"{60 * row.budget:g}s", "seed": row.seed, "output_dir": run}
+    flags |= chosen
     if not train(parse(TrainConfig, "", command_line({**data, **flags}))):
         raise RuntimeError(f"{row.folder} was interrupted, and its checkpoint is saved")
-    chosen = flags_in(read_config(run / "config.json"))
-    write_trained(row, chosen["train_num_steps"] * chosen["global_batch_size"], 60 * row.budget)
+    planned = flags_in(read_config(run / "config.json"))
+    write_trained(row, planned["train_num_steps"] * planned["global_batch_size"], 60 * row.budget)
 
 
 def measure_ours(row: Row) -> Figures:
@@ -56,11 +71,41 @@ def measure_ours(row: Row) -> Figures:
     return measure_samples(row, load_trained(row), {"averaged weights": {"steps": STEPS}})
 
 
+class EnlargingEvaluator(Evaluator):
+    """An evaluator that compares the samples of any side at the side of the dataset."""
+
+    def sampled(self, flow: Any, numbers: Sequence[int], **how: Any) -> Iterator[Tensor]:
+        """Generate some samples, and yield batches of them at the side of the dataset."""
+        for pictures in super().sampled(flow, numbers, **how):
+            yield torch.stack([self._enlarge(each) for each in pictures])
+
+    def _enlarge(self, picture: Tensor) -> Tensor:
+        return pil_to_tensor(resize(to_pil_image(picture), [self.dataset.info.image_size], InterpolationMode.LANCZOS))
+
+
+def measure_enlarged(row: Row) -> Figures:
+    """Return the figures of samples at the side of the row, by averaged weights."""
+    ways = {"averaged weights": {"steps": STEPS}}
+    return measure_samples(row, load_trained(row), ways, evaluator_class=EnlargingEvaluator)
+
+
+SIDES: dict[int, dict[str, Any]] = {32: {}, 64: {}, 128: {"autoencoder": ("small",)}}
+"""Sides [px] at which the program trains, and the flags beside them."""
+
+
 STUDY = Study(
     __doc__ or "",
     {
         "here": Case("nearer at every budget, with the settings of a short run", train_ours, measure_ours),
         "budget": Case("nearer than `here`, as the settings are chosen for the budget", train_by_program, measure_ours),
+        **{
+            f"budget, {side} px": Case(
+                "of photographs of 128 px in 12 minutes, the latents of 128 px are nearest",
+                partial(train_by_program, image_size=side, **flags),
+                measure_enlarged,
+            )
+            for side, flags in SIDES.items()
+        },
         PEER: Case(
             "behind: its defaults (batch 16, learning rate 3e-4) are for long runs; its average has not caught up",
             partial(train_peer, kind=PeerFlow, dim=PEER_DIM),

@@ -220,12 +220,16 @@ def calls_of(flow: Any, counts: tuple[int, ...] = (1, 2, 4, 16)) -> dict[str, di
 
 
 def measure_samples(
-    row: Row, flow: Any, ways: Mapping[str, Mapping[str, Any]], data: ImageDataset | None = None
+    row: Row,
+    flow: Any,
+    ways: Mapping[str, Mapping[str, Any]],
+    data: ImageDataset | None = None,
+    evaluator_class: type[Evaluator] = Evaluator,
 ) -> Figures:
     """Return the figures of samples for each way to draw them, and write a grid of each beside the run."""
     pictures = open_pictures(row.data, row.image_size) if data is None else data
     how: dict[str, Any] = {"num_samples": row.num_samples, "seed": row.seed, "batch_size": 50}
-    evaluator = Evaluator(pictures, FEATURES, metrics=("frechet", "kernel", "copies", "manifold"), **how)
+    evaluator = evaluator_class(pictures, FEATURES, metrics=("frechet", "kernel", "copies", "manifold"), **how)
     figures = {}
     for name, options in ways.items():
         generated = evaluator.generate(flow, **options)
