@@ -40,9 +40,12 @@ NOISE = 0.15
 SCALED_SHARE = 0.3
 """Share of steps in which reduced latents must decode to reduced pictures, which makes latents smooth
 (Kouzelis et al. 2025, arXiv:2502.09509)."""
-ADVERSARIAL, FEATURES = 0.06, 0.1
+ADVERSARIAL, FEATURES = 0.5, 0.7
 """Weights, relative to the pixel loss, of the adversarial loss and of the error in the discriminator's features
 (Larsen et al. 2016, arXiv:1512.09300)."""
+DRAWINGS, PHOTOGRAPHS = 0.5, 0.15
+"""Factor of these weights for pictures that are no photographs, and the share of the batch that is replaced by
+photographs, in the training with the discriminator."""
 SAVE_EVERY = 120.0
 """Processor time between checkpoints [s]."""
 Array = NDArray[np.uint8]
@@ -117,7 +120,7 @@ def train(crops: Array, flags: Flags) -> SmallNetwork:
     optimizer = torch.optim.AdamW(network.parameters(), betas=(0.9, 0.98), weight_decay=1e-3, fused=True)
 
     def take_step(rng: Generator, step: int, progress: float) -> Tensor:
-        loss, _ = reconstruct(network, draw_batch(crops, flags.batch_size, rng), rng)
+        loss, _ = reconstruct(network, load_batch(crops, rng.integers(len(crops), size=flags.batch_size), rng), rng)
         update(network, optimizer, loss, RATE * scale_of_rate(step, progress))
         follow(average, network, step)
         return loss.detach()
@@ -133,12 +136,17 @@ def sharpen(trained: SmallNetwork, crops: Array, flags: Flags) -> SmallNetwork:
     network.load_state_dict(trained.state_dict())
     average.load_state_dict(trained.state_dict())
     network.encoder.requires_grad_(False)
+    photographs = count_photographs(flags.output_dir)
     optimizer = torch.optim.AdamW(network.decoder.parameters(), betas=(0.5, 0.98), weight_decay=1e-3, fused=True)
     critic_optimizer = torch.optim.AdamW(critic.parameters(), betas=(0.5, 0.98), fused=True)
 
     def take_step(rng: Generator, step: int, progress: float) -> Tensor:
         scale = scale_of_rate(step, progress)
-        loss, (pictures, decoded) = reconstruct(network, draw_batch(crops, flags.batch_size, rng), rng)
+        numbers = rng.integers(len(crops), size=flags.batch_size)
+        more = rng.random(flags.batch_size) < PHOTOGRAPHS
+        numbers = np.where(more, rng.integers(photographs, size=flags.batch_size), numbers)
+        weights = torch.from_numpy(np.where(numbers < photographs, 1.0, DRAWINGS)).float()
+        loss, (pictures, decoded) = reconstruct(network, load_batch(crops, numbers, rng), rng)
         with torch.autocast("cpu", torch.bfloat16):
             critic.requires_grad_(False)
             *features, verdict = activations(critic, decoded)
@@ -146,9 +154,9 @@ def sharpen(trained: SmallNetwork, crops: Array, flags: Flags) -> SmallNetwork:
                 *wanted, _ = activations(critic, pictures)
             critic.requires_grad_(True)
             real, fake = critic(pictures).float(), critic(decoded.detach()).float()
-        error = sum((a.float() - b.float()).abs().mean() for a, b in zip(features, wanted, strict=True))
-        extra = FEATURES * error - ADVERSARIAL * verdict.float().mean()
-        update(network, optimizer, loss + min(1.0, step / WARM_UP) * extra, CRITIC_RATE * scale)
+        error = sum((a.float() - b.float()).abs().mean(dim=(1, 2, 3)) for a, b in zip(features, wanted, strict=True))
+        extra = weights * (FEATURES * error - ADVERSARIAL * verdict.float().mean(dim=(1, 2, 3)))
+        update(network, optimizer, loss + min(1.0, step / WARM_UP) * extra.mean(), CRITIC_RATE * scale)
         update(critic, critic_optimizer, F.relu(1 - real).mean() + F.relu(1 + fake).mean(), CRITIC_RATE * scale)
         follow(average, network, step)
         return loss.detach()
@@ -206,10 +214,17 @@ def error_of(difference: Tensor) -> Tensor:
     return total
 
 
-def draw_batch(crops: Array, size: int, rng: Generator) -> Tensor:
+def count_photographs(folder: Path) -> int:
+    """Return the number of training crops of photographs, which are before the others."""
+    sources = json.loads((folder / "sources.json").read_text())
+    return sum(source["training"] for source in sources.values() if source["licence"].startswith("CC"))
+
+
+def load_batch(crops: Array, numbers: NDArray[np.int64], rng: Generator) -> Tensor:
     """Return random parts of crops in [-1, 1], some of them mirrored or with other colours."""
+    size = len(numbers)
     batch = np.empty((size, CROP, CROP, 3), np.uint8)
-    for row, number in enumerate(rng.integers(len(crops), size=size)):
+    for row, number in enumerate(numbers):
         y, x = rng.integers(0, crops.shape[1] - CROP + 1, 2)
         part = crops[number, y : y + CROP, x : x + CROP]
         batch[row] = part[:, :: rng.choice((1, -1)), rng.permutation(3) if rng.random() < 0.3 else slice(None)]
