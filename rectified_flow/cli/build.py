@@ -93,9 +93,21 @@ def load_trained(model: ModelConfig, state: PartialState) -> Trained:
     space = trained.flow.space
     if model.autoencoder is not None:
         space.use_autoencoder(model.autoencoder)
+    if model.text_encoder is not None:
+        _move_text_encoder(trained, model.text_encoder)
     space.prepare(state.device)
     to_device(trained.flow, state.device, model.mixed_precision)
     return trained
+
+
+def _move_text_encoder(trained: Trained, source: str) -> None:
+    """Load the text encoder of the conditions of a flow from another place."""
+    conditions: Any = trained.flow.network.conditions
+    moved = {name: kind for name, kind in conditions.items() if hasattr(getattr(kind, "encoder", None), "source")}
+    if not moved:
+        raise UsageError(f"--text_encoder has no effect: {trained.source} has no captions of a text encoder")
+    for name, kind in moved.items():
+        conditions[name] = replace(kind, encoder=type(kind.encoder)(source, kind.encoder.fingerprint))
 
 
 def _autoguidance(config: SamplingConfig, trained: Trained, state: PartialState) -> Guidance:

@@ -258,6 +258,8 @@ class ModelConfig(Flags):
     """Precision of the network."""
     autoencoder: str | None = None
     """Folder or hub id of the autoencoder of a latent flow, if it has moved."""
+    text_encoder: str | None = None
+    """Folder or hub id of the text encoder of a flow with captions, if it has moved."""
 
 
 @dataclass(frozen=True)
