@@ -104,6 +104,13 @@ def test_guidance_of_one_condition(columns: Runs, tmp_path: Path, capsys: pytest
     assert "6 of the network for each picture" in capsys.readouterr().out, "three times as many as without"
 
 
+def test_a_text_encoder_that_has_moved(columns: Runs, tmp_path: Path) -> None:
+    shutil.copytree(columns.data / "encoder", tmp_path / "encoder")
+    flags = "--steps 1 --num_samples 1 --prompt heart --set size=3 --text_encoder"
+    assert columns.call("sample.py", f"{flags} {tmp_path}/encoder", tmp_path / "made") == ""
+    assert "nowhere" in columns.call("sample.py", f"{flags} {tmp_path}/nowhere", tmp_path / "other")
+
+
 def test_columns_that_have_changed(columns: Runs, tmp_path: Path) -> None:
     shutil.copytree(columns.data / "columns", tmp_path / "columns")
     (tmp_path / "columns/metadata.csv").unlink()
