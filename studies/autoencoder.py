@@ -1,6 +1,6 @@
 """How are the weights of ``--autoencoder small`` made, and how near are its reconstructions?
 
-    python -m studies.autoencoder --packages FOLDER --emoji FOLDER --others FOLDER --minutes 60 --sharpen_minutes 10
+    python -m studies.autoencoder --packages FOLDER --emoji FOLDER --others FOLDER --minutes 60 --sharpen_minutes 6
 
 The crops are built once. A killed training resumes from its newest checkpoint, with other ``--minutes`` if they are
 given: the learning rate falls in the last quarter. Then a discriminator sharpens the decoder, while the encoder stays
@@ -37,13 +37,15 @@ CROP = 112
 """Side of the training pictures [px], random parts of the crops: a feature may be anywhere on the grid of 8 px."""
 NOISE = 0.15
 """Largest standard deviation of the noise on latents, relative to theirs, for robustness to errors of a flow."""
+SHARPENING_NOISE = 0.4
+"""The same in the training with the discriminator: more noise gives better samples, though worse reconstructions."""
 SCALED_SHARE = 0.3
 """Share of steps in which reduced latents must decode to reduced pictures, which makes latents smooth
 (Kouzelis et al. 2025, arXiv:2502.09509)."""
 ADVERSARIAL, FEATURES = 0.5, 0.7
 """Weights, relative to the pixel loss, of the adversarial loss and of the error in the discriminator's features
 (Larsen et al. 2016, arXiv:1512.09300)."""
-DRAWINGS, PHOTOGRAPHS = 0.5, 0.15
+DRAWINGS, PHOTOGRAPHS = 0.2, 0.15
 """Factor of these weights for pictures that are no photographs, and the share of the batch that is replaced by
 photographs, in the training with the discriminator."""
 SAVE_EVERY = 120.0
@@ -65,7 +67,7 @@ class Flags:
     """Folder of the crops, checkpoints, weights and figures."""
     minutes: float = 60.0
     """Processor time of the training [min]."""
-    sharpen_minutes: float = 10.0
+    sharpen_minutes: float = 6.0
     """Processor time of the decoder's training with a discriminator [min]; 0 leaves it out."""
     batch_size: int = 24
     """Pictures of a step."""
@@ -146,7 +148,7 @@ def sharpen(trained: SmallNetwork, crops: Array, flags: Flags) -> SmallNetwork:
         more = rng.random(flags.batch_size) < PHOTOGRAPHS
         numbers = np.where(more, rng.integers(photographs, size=flags.batch_size), numbers)
         weights = torch.from_numpy(np.where(numbers < photographs, 1.0, DRAWINGS)).float()
-        loss, (pictures, decoded) = reconstruct(network, load_batch(crops, numbers, rng), rng)
+        loss, (pictures, decoded) = reconstruct(network, load_batch(crops, numbers, rng), rng, SHARPENING_NOISE)
         with torch.autocast("cpu", torch.bfloat16):
             critic.requires_grad_(False)
             *features, verdict = activations(critic, decoded)
@@ -190,7 +192,9 @@ def new_critic() -> nn.Sequential:
     return nn.Sequential(*layers, spectral_norm(nn.Conv2d(128, 1, 1)))
 
 
-def reconstruct(network: SmallNetwork, pictures: Tensor, rng: Generator) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+def reconstruct(
+    network: SmallNetwork, pictures: Tensor, rng: Generator, most: float = NOISE
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """Return the loss, and the pictures with those decoded from noisy and, in some steps, reduced latents."""
     with torch.autocast("cpu", torch.bfloat16):
         latents = network.encode(pictures).float()
@@ -200,7 +204,7 @@ def reconstruct(network: SmallNetwork, pictures: Tensor, rng: Generator) -> tupl
             latents = F.interpolate(latents, (side, side), mode="bilinear", antialias=True)
             pictures = F.interpolate(pictures, (8 * side, 8 * side), mode="bilinear", antialias=True)
         spread = latents.detach().std(dim=(0, 2, 3), keepdim=True)
-        noise = spread * torch.from_numpy(rng.uniform(0, NOISE, (len(latents), 1, 1, 1))).float()
+        noise = spread * torch.from_numpy(rng.uniform(0, most, (len(latents), 1, 1, 1))).float()
         decoded = network.decode(latents + noise * torch.randn_like(latents)).float()
     return error_of(decoded - pictures) + 1e-3 * penalty, (pictures, decoded)
 
