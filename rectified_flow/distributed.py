@@ -1,4 +1,4 @@
-"""Join the processes of a launch, and collective operations, which every process must call in the same order."""
+"""Process-group setup, and collective operations, which every process must call in the same order."""
 
 import os
 import platform
@@ -89,7 +89,7 @@ def check_shared(state: Accelerator | PartialState, output_dir: Path) -> None:
     """Check that all processes see the files that the main one writes into ``--output_dir``. Collective.
 
     Raises:
-        UsageError: on all processes, if one does not; the sentence names its rank and its host.
+        UsageError: on all processes, if one process does not see them; the message names its rank and its host.
     """
     if state.num_processes == 1:
         return
@@ -202,4 +202,4 @@ def check_equal_weights(accelerator: Accelerator, parameters: Iterable[Tensor]) 
     (most, count), *_ = Counter(by_rank).most_common()
     if count < len(by_rank):
         strangers = ", ".join(str(rank) for rank, row in enumerate(by_rank) if row != most)
-        raise RunError(f"the weights on rank {strangers} differ from those on the others: check its memory and GPU")
+        raise RunError(f"the weights on rank {strangers} differ from those on other ranks: check memory and GPU")

@@ -174,7 +174,7 @@ def based_on(base: C, config: C, given: Collection[str]) -> C:
     """Return ``base`` with the given flags of ``config``, and without the flags that these exclude or replace."""
     rules, values = rules_of(type(base)), values_of(config)
     known = {*given} & rules.keys()
-    # --holdout 0 excludes nothing, neither here nor in check_rules, and a flag of this call alone changes no run.
+    # A flag at its default, such as --holdout 0, excludes no other, and neither does a flag that a run does not record.
     changed = {name for name in known & changed_flags(config) if rules[name].recorded}
     reset = {other for name in known for other in rules[name].replaces.split()}
     reset |= {other for name in changed for other in rules[name].excludes.split()}
@@ -286,7 +286,7 @@ def config_from(config_class: type[C], flags: Mapping[str, Any], source: object)
 
     Args:
         config_class: the config; flags that it does not have are left out, and others have their defaults.
-        flags: as :func:`plain` made them.
+        flags: the values as :func:`plain` returned them.
         source: the name of the file for an error.
 
     Raises:

@@ -181,10 +181,10 @@ def _check_arguments(kind: type, arguments: dict[str, Any]) -> None:
 
 
 def as_plain(value: object, name: str) -> Any:
-    """Return the value called ``name`` as JSON can hold it.
+    """Return the value called ``name`` in a form that JSON can store.
 
     Raises:
-        UsageError: if it is neither plain data nor of a registered class.
+        UsageError: if the value is neither plain data nor an instance of a registered class.
     """
     if is_registered(value):
         return describe(value)

@@ -38,7 +38,7 @@ CROP = 112
 NOISE = 0.15
 """Largest standard deviation of the noise on latents, relative to theirs, for robustness to errors of a flow."""
 SHARPENING_NOISE = 0.4
-"""The same in the training with the discriminator: more noise gives better samples, though worse reconstructions."""
+"""Like ``NOISE``, in the training with the discriminator. More noise improves samples, and not reconstructions."""
 SCALED_SHARE = 0.3
 """Share of steps in which reduced latents must decode to reduced pictures, which makes latents smooth
 (Kouzelis et al. 2025, arXiv:2502.09509)."""
@@ -46,8 +46,8 @@ ADVERSARIAL, FEATURES = 0.5, 0.7
 """Weights, relative to the pixel loss, of the adversarial loss and of the error in the discriminator's features
 (Larsen et al. 2016, arXiv:1512.09300)."""
 DRAWINGS, PHOTOGRAPHS = 0.2, 0.15
-"""Factor of these weights for pictures that are no photographs, and the share of the batch that is replaced by
-photographs, in the training with the discriminator."""
+"""Factor of ``ADVERSARIAL`` and ``FEATURES`` for pictures that are not photographs, and the share of each batch that is
+replaced by photographs. Both apply to the training with the discriminator."""
 SAVE_EVERY = 120.0
 """Processor time between checkpoints [s]."""
 Array = NDArray[np.uint8]
@@ -219,7 +219,7 @@ def error_of(difference: Tensor) -> Tensor:
 
 
 def count_photographs(folder: Path) -> int:
-    """Return the number of training crops of photographs, which are before the others."""
+    """Return the number of training crops of photographs, which come before all other crops."""
     sources = json.loads((folder / "sources.json").read_text())
     return sum(source["training"] for source in sources.values() if source["licence"].startswith("CC"))
 

@@ -1,7 +1,7 @@
 """How near do samples of 16 calls come to the data after equal processor time, here and in rectified-flow-pytorch?
 
-The cases ``budget`` run the training program, whose ``--budget`` is wall time: they need an idle core. Those with a
-side train at that side, and their samples are enlarged to ``--image_size`` (Lanczos) before they are compared:
+The cases ``budget`` run the training program, whose ``--budget`` is wall time: they need an idle core. The cases
+``budget, SIDE px`` train at that side, and their samples are enlarged to ``--image_size`` (Lanczos) for the comparison:
 
     python -m studies.quality --image_size 128 --only "budget, *" --budget 4 12 --num_samples 500 --data FOLDER
 """
@@ -51,7 +51,7 @@ def train_by_program(row: Row, **chosen: Any) -> None:
 
     Args:
         row: the row.
-        chosen: flags that the program does not choose.
+        chosen: flags to pass beside ``--budget``.
 
     Raises:
         RuntimeError: if the run was asked to stop; it is saved.
@@ -72,10 +72,10 @@ def measure_ours(row: Row) -> Figures:
 
 
 class EnlargingEvaluator(Evaluator):
-    """An evaluator that compares the samples of any side at the side of the dataset."""
+    """An evaluator that resizes samples to the side of the dataset before the comparison."""
 
     def sampled(self, flow: Any, numbers: Sequence[int], **how: Any) -> Iterator[Tensor]:
-        """Generate some samples, and yield batches of them at the side of the dataset."""
+        """Generate samples, and yield batches of them, resized to the side of the dataset."""
         for pictures in super().sampled(flow, numbers, **how):
             yield torch.stack([self._enlarge(each) for each in pictures])
 
@@ -84,13 +84,13 @@ class EnlargingEvaluator(Evaluator):
 
 
 def measure_enlarged(row: Row) -> Figures:
-    """Return the figures of samples at the side of the row, by averaged weights."""
+    """Return the figures of samples by averaged weights, resized to the side of the row."""
     ways = {"averaged weights": {"steps": STEPS}}
     return measure_samples(row, load_trained(row), ways, evaluator_class=EnlargingEvaluator)
 
 
 SIDES: dict[int, dict[str, Any]] = {32: {}, 64: {}, 128: {"autoencoder": ("small",)}}
-"""Sides [px] at which the program trains, and the flags beside them."""
+"""Further flags of the training program by the side [px] at which it trains."""
 
 
 STUDY = Study(

@@ -60,7 +60,7 @@ CHOSEN: Mapping[str, Any] = {
     "mixed_precision": "bf16",
     "network_dim": 24,
 }
-"""Settings of a run of minutes that were found better later; docs/measurements/budget.md has the comparison."""
+"""Settings for a run of minutes, better than :data:`SHORT_RUN`; docs/measurements/budget.md has the comparison."""
 AVERAGED = 0.08
 """Length of the average of a run with :data:`CHOSEN`, as a share of its steps."""
 

@@ -124,7 +124,7 @@ def _autoguidance(config: SamplingConfig, trained: Trained, state: PartialState)
         raise UsageError(f"--autoguidance needs a checkpoint of the first quarter of the run: {source.parent} has none")
     early: Any = checkpoint.read(path, read_trained, state).flow
     if (type(early), early.space.shape, early.conditions) != (type(flow), flow.space.shape, flow.conditions):
-        raise UsageError(f"--autoguidance needs {path} to be of the same kind as {source}: move it away")
+        raise UsageError(f"--autoguidance: {path} differs from {source} in kind, shape or conditions: move it away")
     velocity = to_device(early, state.device, config.model.mixed_precision).exact_velocity
     return replace(guidance_of(config.solver, flow), autoguidance=config.solver.autoguidance, earlier=velocity)
 
@@ -203,7 +203,7 @@ def build_flow(config: TrainConfig, conditions: ConditionSpecs, space: Space | N
         arguments["degradation"] = choose_degradation(source.degrade)
         if not arguments.keys() <= parameters_of(flow.target).keys():
             name = "degrade" if source.source_path is None else "source_path"
-            raise UsageError(f"--{name} has no effect: {flow.target.__name__} leads from noise to pictures")
+            raise UsageError(f"--{name} has no effect: {flow.target.__name__} generates pictures from noise only")
     built: Flow = flow.build(network=module, space=space, condition_dropout=CONDITION_DROPOUT, **arguments)
     return built
 

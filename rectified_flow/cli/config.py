@@ -1,4 +1,4 @@
-"""The flags of all programs. Imports no torch, so that ``--help`` answers at once."""
+"""The flags of all programs. Imports no torch, so that ``--help`` starts fast."""
 
 import re
 from dataclasses import dataclass, field
@@ -277,7 +277,7 @@ class SolverConfig(Flags):
     autoguidance: NonNegative = 1.0
     """Autoguidance scale of a rectified flow, away from an early checkpoint of its run; doubles the network calls."""
     guidance_interval: Annotated[tuple[float, float], flag(needs="guidance_scale guidance autoguidance")] = (0.0, 1.0)
-    """Noise levels between which guidance acts."""
+    """Noise levels between which guidance is applied."""
 
     @property
     def guidance_scales(self) -> dict[str, float]:

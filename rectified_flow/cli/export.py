@@ -187,7 +187,7 @@ class NetworkCall(nn.Module):
         super().__init__()
         conditions = chosen(flow.conditions)
         if not isinstance(flow, RectifiedFlow | FlowMap):
-            raise UsageError(f"--checkpoint has a {type(flow).__name__}: only rectified flows and maps can be exported")
+            raise UsageError(f"--checkpoint has a {type(flow).__name__}: pass one of a rectified flow or flow map")
         flow.space.on_page()  # raises an error for data of another kind
         if others := conditions.keys() - written(conditions).keys() - {SOURCE}:
             raise UsageError(f"--checkpoint has a network with the condition {min(others)}, which cannot be exported")

@@ -1,6 +1,6 @@
 """The plan of a run: settings that suit its data, its time and the speed of this machine, with the reason for each.
 
-:func:`plan` is a function of counted facts and of the speeds that it asks for. The measurements are in
+The settings that :func:`plan` returns depend only on its facts and on the speeds of trials. The measurements are in
 docs/measurements/budget.md and small_data.md.
 """
 
@@ -122,7 +122,7 @@ class Trial(NamedTuple):
 
 
 Measure = Callable[[Trial], Speed]
-"""Returns the speed of a trial, of all processes together; it is called once for each trial that a plan needs."""
+"""Function that returns the speed of a trial, summed over all processes. It is called at most once for each trial."""
 
 
 class Plan(NamedTuple):
@@ -137,7 +137,7 @@ def plan(facts: Facts, measure: Measure) -> Plan:
 
     Args:
         facts: what is known of the data, the flags and the machine.
-        measure: measures the speed of a trial.
+        measure: function that measures the speed of a trial.
 
     Raises:
         UsageError: if the time is too short, or a step does not fit into the memory.

@@ -218,11 +218,11 @@ def _extended(config: TrainConfig, conditions: ConditionSpecs, space: Space) -> 
     saved = on_main(state, lambda: checkpoint.list_checkpoints(run.checkpoints))
     steps = run.train_num_steps or DEFAULT_TRAIN_NUM_STEPS
     if not saved:
-        raise UsageError(f"--budget {time} continues a run, and {run.checkpoints} has none: leave out the plus sign")
+        raise UsageError(f"--budget {time} continues a run, and {run.output_dir} has no run: leave out the plus sign")
     if run.num_epochs is not None:
         raise UsageError(f"--budget {time} needs a run whose length is a number of steps: raise --num_epochs instead")
     if checkpoint.step_of(saved[-1]) < steps:
-        text = f"the run is unfinished: training to its last step, {steps:,}, only; then pass --budget {time} again"
+        text = f"the run is unfinished and is only trained to its last step, {steps:,}; then pass --budget {time} again"
         state.print(line("budget", text))
         return config
     batch = run.split_batch(state.num_processes).total

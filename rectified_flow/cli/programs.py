@@ -72,9 +72,9 @@ def _parse(config_class: str, description: str) -> Any:
     from rectified_flow.system.machine import share_processors
 
     share_processors()
-    # torch's own warning, in forward-mode derivatives
+    # torch itself causes this warning in forward-mode derivatives.
     warnings.filterwarnings("ignore", message=".*torch.jit.script.*", category=FutureWarning)
-    # of DDP about 1x1 convolutions, whose gradients are right in either layout of memory
+    # DDP warns about the gradients of 1x1 convolutions, which are correct in either memory format.
     warnings.filterwarnings("ignore", message="Grad strides do not match", category=UserWarning)
     try:
         config = parse(resolve_name(config_class), description, _arguments(), quiet=not _is_rank_0())

@@ -124,7 +124,8 @@ def _stored_source(distilled: DistillationData) -> Path | None:
     if not source.resolve().is_relative_to(distilled.teacher.resolve()):
         raise UsageError(f"{distilled.folder} contains {distilled.kind} of {source}: {REMEDY}")
     if not source.exists():
-        raise UsageError(f"{source}, which drew the {distilled.kind} in {distilled.folder}, no longer exists: {REMEDY}")
+        generated = f"{source}, which generated the {distilled.kind} in {distilled.folder}"
+        raise UsageError(f"{generated}, no longer exists: {REMEDY}")
     return source
 
 
@@ -133,7 +134,7 @@ def _with_teacher(config: C, distilled: DistillationData) -> C:
     source = checkpoint.resolve(_stored_source(distilled) or distilled.teacher, (checkpoint.CONFIG_FILE,))
     teacher: TrainConfig = config_of(source)
     if distilled.kind == "paths" and teacher.flow.prediction != "velocity":
-        raise UsageError(f"--teacher {source} predicts the {teacher.flow.prediction}: pass one of the velocity")
+        raise UsageError(f"--teacher {source} predicts {teacher.flow.prediction}: pass a run that predicts velocity")
     is_condition = teacher.source.is_given and not teacher.source.as_start
     if distilled.guidance_scale != 1 and not (teacher.network.use_cfg or teacher.columns.condition_on or is_condition):
         raise UsageError(f"--guidance_scale needs conditions, and {source} has none")

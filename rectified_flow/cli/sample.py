@@ -65,7 +65,7 @@ class Outputs:
 
     @cached_property
     def values(self) -> list[Path]:
-        """The files of samples that are no pictures, beside their previews."""
+        """The data files of samples that are not pictures; each has a preview beside it."""
         return [] if self.space.suffix is None else self._files(self.space.suffix)
 
     def _files(self, end: str) -> list[Path]:

@@ -177,7 +177,7 @@ def _open_data(config: TrainConfig, found: Any) -> Any:
     unequal = [name for name, column in pictures.columns.items() if not isinstance(column.kind, Labels)]
     if config.flow.coupling == "ot" and unequal:
         equal = f"--coupling ot pairs only rows with equal conditions, and {unequal[0]} differs in most rows"
-        raise UsageError(f"{equal}: leave it out")
+        raise UsageError(f"{equal}: leave out --coupling")
     # Different numbers of pictures would desynchronise the processes.
     facts = {"the number of pictures": len(pictures), "their fingerprint": pictures.fingerprint}
     check_equal(PartialState(), lambda: facts)

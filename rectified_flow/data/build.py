@@ -1,4 +1,4 @@
-"""Write stores: with all processes together, or by decoding the images of a source once.
+"""Write stores, with all processes together or by decoding the images of a source once.
 
 Writing by all processes resumes after a kill, and one rename publishes a finished store. The name of a store contains
 a hash of everything that determines its contents. A changed source, size or split therefore gets a store of its own.

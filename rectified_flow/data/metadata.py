@@ -98,7 +98,7 @@ def read_metadata(metadata: Sequence[Path], files: Sequence[Path]) -> Table:
             for column, value in values.items():
                 columns[column][row] = value
     if absent and not any(places):
-        raise UsageError(f"no row of {metadata[0]} names a picture, such as {absent[0]}: write paths relative to it")
+        raise UsageError(f"no file named in {metadata[0]} exists, such as {absent[0]}: write paths relative to it")
     notes = [f"{len(absent)} rows of the metadata name no picture in the folder, such as {each}" for each in absent[:1]]
     notes += _add_text_files(columns, places, files)
     alone = [file for file, place in zip(files, places, strict=True) if not place]
@@ -146,7 +146,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
                 raise ValueError("it is not a JSON object")
             rows.append(row)
     except (ValueError, RecursionError, csv.Error) as error:
-        raise UsageError(f"{path} cannot be read (row {len(rows) + 1}: {first_line(error)}): mend it") from error
+        raise UsageError(f"{path} cannot be read (row {len(rows) + 1}: {first_line(error)}): correct it") from error
     return rows
 
 
@@ -159,7 +159,7 @@ def _csv_rows(text: str) -> Iterator[dict[str, Any]]:
         raise ValueError(f"the first line has no column {FILE_NAME} between commas, semicolons or tabs")
     how: dict[str, Any] = {"delimiter": found[0], "restval": "", "skipinitialspace": True, "strict": True}
     for row in csv.DictReader(io.StringIO(text), **how):
-        if any(row.pop(None, ())):  # the key of further values
+        if any(row.pop(None, ())):  # csv.DictReader stores surplus values under None
             raise ValueError("it has more values than the header; put texts with commas in quotes")
         named = {name.strip(): value for name, value in row.items() if name.strip()}
         yield named if found[0] == "," else {name: with_point(value.strip()) for name, value in named.items()}

@@ -186,7 +186,7 @@ def space_of_folder(folder: Path) -> str | None:
 
 def _claims(folder: Path) -> Iterator[tuple[Any, bool, list[Path]]]:
     """Yield each class that reads folders, with its claim on the files of a folder."""
-    files = find_files(folder, lambda _error: None)  # which is reported when the files are read
+    files = find_files(folder, lambda _error: None)  # errors are reported when the files are read
     for name in names("reader"):
         reader = find("space", "reader", name)
         yield reader, *reader.claim(files)

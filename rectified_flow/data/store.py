@@ -60,9 +60,9 @@ class StoreInfo:
     skipped: list[str] = field(default_factory=list)
     """Broken images that were left out."""
     pictures: str | None = None
-    """Fingerprint of the pictures that the rows are latents of; None for other rows."""
+    """Fingerprint of the pictures whose latents are stored; None for other rows."""
     framing: Framing | None = None
-    """Form of the images that the rows are or were made from; None for other rows."""
+    """Framing of the images that are stored, or from which the rows were computed; None for other rows."""
     duplicates: int = 0
     """Number of images whose stored pixels equal those of an earlier one."""
     space: dict[str, Any] | None = None
@@ -75,7 +75,7 @@ class StoreInfo:
 
 
 def mapped(file: Path, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """Return the array of that shape in a store's file ``NAME.DTYPE``, as a memory map not to be written to."""
+    """Return the array in a store's file ``NAME.DTYPE`` as a memory map, which must not be modified."""
     return np.memmap(file, file.suffix[1:], "c", shape=shape)  # some network file systems refuse the shared map of "r"
 
 
@@ -161,7 +161,7 @@ class StoreDataset(Dataset[dict[str, Tensor]]):
 
     @cached_property
     def entries(self) -> dict[str, np.ndarray[Any, Any]]:
-        """All rows of the store by entry of an item, memory maps ``[n, ...]`` not to be written to."""
+        """All rows of the store by entry of an item, as memory maps ``[n, ...]``, which must not be modified."""
         maps = dict[str, np.ndarray[Any, Any]]()
         for name, shape in self.info.rows.items():
             file = self.path / name
@@ -184,7 +184,7 @@ class StoreDataset(Dataset[dict[str, Tensor]]):
 
     @cached_property
     def stored_labels(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """All labels of the store, a memory map ``[n]`` not to be written to."""
+        """All labels of the store, as a memory map ``[n]``, which must not be modified."""
         with reading(self.path / LABELS_FILE):
             return cast(np.ndarray[Any, Any], np.load(self.path / LABELS_FILE, mmap_mode="c"))
 
@@ -284,7 +284,7 @@ class ImageDataset(StoreDataset):
 
     @property
     def images(self) -> np.ndarray[Any, np.dtype[Any]]:
-        """All images of the store, a memory map ``[n, c, h, w]`` not to be written to."""
+        """All images of the store, as a memory map ``[n, c, h, w]``, which must not be modified."""
         return self.entries["images"]
 
     @property

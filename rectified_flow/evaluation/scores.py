@@ -1,4 +1,4 @@
-"""Scores of a flow: how well samples suit what they were generated from, and the likelihood of pictures.
+"""Scores of a flow: how well samples match their sources or conditions, and the likelihood of pictures.
 
 A distance between distributions measures neither whether a translation matches its source, nor whether a sample meets
 its conditions. Such scores stand beside the same scores of real pictures.
@@ -12,8 +12,8 @@ unbiased, and costs one vector-Jacobian product.
 A picture has 256 levels, and the density is that of continuous values, so each value is drawn uniformly within its
 level (Theis et al. 2015, arXiv:1511.01844). The mean over such draws is at most the logarithm of the probability that
 the flow gives to the 8-bit picture. Its negative is therefore an upper bound, in the unit of published figures. The
-space of the data draws within levels, and tells the change of volume (:meth:`Space.dequantised
-<rectified_flow.spaces.space.Space.dequantised>`). For data of floating point, the figure is that of the density.
+space of the data draws within levels, and returns the change of volume (:meth:`Space.dequantised
+<rectified_flow.spaces.space.Space.dequantised>`). For floating-point data, the score is the density itself.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,6 +1,6 @@
-"""Autoencoders: between pictures and the latents that a flow works on. Frozen, and part of no checkpoint.
+"""Autoencoders, which convert between pictures and latents. They are frozen, and no checkpoint contains them.
 
-``Small`` is in the package, and has eight channels at an eighth of the side. Others are classes of diffusers.
+``Small`` is in the package; its latents have 8 channels and 1/8 of the side. Others are classes of diffusers.
 """
 
 from abc import ABC, abstractmethod
@@ -20,7 +20,7 @@ from rectified_flow.networks.pretrained import Pretrained
 from rectified_flow.registry import register
 
 WEIGHTS = Path(__file__).with_name("small.safetensors")
-CHANNELS, BOUND = 8, 3.0  # number of channels of small, and the bound of their values
+CHANNELS, BOUND = 8, 3.0  # number of channels of the latents of ``Small``, and the bound of their values
 
 
 class Autoencoder(ABC):
@@ -260,7 +260,7 @@ class Small(Autoencoder):
     def prepare(self, device: torch.device) -> None:
         """Load the weights onto ``device``."""
         if self.fingerprint != _small_fingerprint():
-            raise UsageError("--autoencoder small has other weights than in training: install the version of that time")
+            raise UsageError("--autoencoder small has other weights than in training: install the version used there")
         _small(device)
 
     @torch.no_grad()

@@ -136,7 +136,7 @@ class Latents(StoredLatents):
         """Return the latents of all pictures and of their sources, and the space with the scales of the latents."""
         latents = encode_pictures(pictures.whole, self.autoencoder, mirrored=mirrored)
         source = pictures.source and encode_pictures(pictures.source, self.autoencoder, mirrored=mirrored)
-        latents.space.autoencoder = self.autoencoder  # whose folder may have moved
+        latents.space.autoencoder = self.autoencoder  # its folder may have moved since the latents were stored
         return latents.like(pictures, source), latents.space
 
     def use_autoencoder(self, place: str) -> None:

@@ -349,11 +349,11 @@ def fit_field(values: Array, size: tuple[int, int], *, pad: bool = False) -> Arr
 
 
 def _boxes(side: int, extent: float, after: int) -> Any:
-    """Return the weights of ``side`` old pixels in the boxes of ``after`` new ones in the middle ``extent``.
+    """Return the weights that average ``side`` pixels, cropped to the middle ``extent``, to ``after`` pixels.
 
-    The weights are a sparse matrix ``[after, side]``; those of a box have the sum 1.
+    The weights are a sparse matrix ``[after, side]``; each row has the sum 1.
     """
-    from scipy.sparse import csr_array  # takes long to load
+    from scipy.sparse import csr_array  # slow to import
 
     scale, start = extent / after, (side - extent) / 2
     if scale == 1:

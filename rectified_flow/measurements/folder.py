@@ -129,7 +129,7 @@ class FieldFolder(FileFolder):
         return values.astype(self.format.dtype)
 
     def size_of(self, index: int) -> tuple[int, int]:
-        """Return the width and height of the first field [px], as which the others are taken without being read."""
+        """Return the width and height of the first field [px]; the other files are assumed to have the same size."""
         return self._size
 
     def rows(self, framing: Framing) -> FieldRows:

@@ -125,7 +125,7 @@ def wasserstein_distance(values: Tensor, others: Tensor) -> float:
     It is the integral of the absolute difference of the cumulative distribution functions (Ramdas et al. 2017,
     arXiv:1509.02237). NaN counts as unknown; without known numbers, the distance is NaN.
     """
-    from scipy import stats  # takes a second to load
+    from scipy import stats  # slow to import
 
     known = [_known(each).cpu().numpy() for each in (values, others)]
     return float(stats.wasserstein_distance(*known)) if all(map(len, known)) else nan

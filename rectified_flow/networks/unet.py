@@ -205,7 +205,7 @@ class Unet(nn.Module):
             raise ValueError(f"this Unet takes data of shape ({self.channels}, h, w), not {tuple(shape)}")
         for side in shape[1:]:
             if side % self.downsampling:
-                raise ValueError(f"image side {side} is not divisible by {self.downsampling}, as the levels need")
+                raise ValueError(f"image side {side} is not divisible by {self.downsampling}, as the levels require")
 
 
 class TimeEmbedding(nn.Module):

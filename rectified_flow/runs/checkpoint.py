@@ -82,7 +82,7 @@ MODEL_FILE, EMA_FILE = "model.safetensors", "ema.safetensors"
 CONFIG_FILE, FLOW_FILE, STATE_FILE = "config.json", "flow.json", "trainer.json"
 FLOW_FILES = (MODEL_FILE, EMA_FILE, CONFIG_FILE, FLOW_FILE, STATE_FILE)
 """Files that a trained flow is loaded from; resuming a run reads others, too."""
-BEST = "best"  # file with the name of the best checkpoint
+BEST = "best"  # file that contains the name of the best checkpoint
 NAME = re.compile(r"step_([0-9]{8,})")
 
 T = TypeVar("T")
@@ -328,7 +328,7 @@ def load_weights(network: nn.Module, path: Path, *names: str) -> None:
     for key in [*wanted, *saved]:
         there, here = (tuple(of[key].shape) if key in of else "missing" for of in (saved, wanted))
         if there != here and key not in elsewhere:
-            architecture = f"another architecture ({key} is {there} there and {here} here)"
+            architecture = f"another architecture ({key}: {there} saved, {here} expected)"
             raise UsageError(f"checkpoint {path} is of {architecture}: pass its flags, or choose another --output_dir")
     network.load_state_dict(saved, strict=False)
 

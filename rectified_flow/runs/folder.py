@@ -1,4 +1,4 @@
-"""A run's folder: its ``config.json`` and ``status.json``, its lock, and the checkpoint that a run resumes from there.
+"""A run's folder: its ``config.json``, ``status.json`` and lock, and the choice of the checkpoint to resume from.
 
 ``config.json`` has the parts that a run was made of, and the flags that start it again.
 
@@ -82,7 +82,7 @@ def data_description(dataset: Dataset[Any]) -> str:
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """The contents of a ``config.json``: three blocks, and what earlier versions wrote."""
+    """The contents of a ``config.json``: three blocks, and the entries of earlier versions."""
 
     data: dict[str, Any] = field(default_factory=dict)
     flow: dict[str, Any] | None = None
@@ -261,7 +261,7 @@ def choose_checkpoint(
     before = checkpoint.load_state(own).run
     places = (own, config.checkpoints, config.output_dir)
     if run.origin not in {"new", before.origin, *(str(place.resolve()) for place in places)}:
-        begun = f"{config.checkpoints} has checkpoints of a run that did not start from {config.resume}, or newer ones"
+        begun = f"{config.checkpoints} has newer checkpoints than {config.resume}, or those of a run with another start"
         raise UsageError(f"{begun}: choose another --output_dir")
     if run.dataset != before.dataset:
         raise UsageError(f"{own} was trained on other data or at another size: choose another --output_dir")

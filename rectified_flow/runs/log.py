@@ -162,7 +162,7 @@ class RunLog:
             self.accelerator.init_trackers(PROJECT, first, settings)
         except Exception as error:  # each service has errors of its own
             self.accelerator.trackers = []  # one that did not start cannot be closed
-            remedy = "WANDB_MODE=offline needs no account" if name == "wandb" else "leave it out"
+            remedy = "WANDB_MODE=offline needs no account" if name == "wandb" else "leave out this flag"
             raise UsageError(f"--log_with {name} could not be started ({first_line(error)}); {remedy}") from error
 
     def close(self) -> None:

@@ -150,7 +150,7 @@ class Space(ABC):
         return self.render(data)
 
     def from_pictures(self, pictures: Tensor) -> Tensor:
-        """Convert pictures of :attr:`picture_shape`, or what :meth:`read` reads, to data that a dataset might store."""
+        """Convert pictures of :attr:`picture_shape`, or the result of :meth:`read`, to data that a dataset stores."""
         return pictures
 
     def read(self, file: Path) -> Tensor:

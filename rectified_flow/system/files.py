@@ -48,7 +48,7 @@ def locked(path: Path, busy: str, timeout: float, remedy: str = "choose another 
         except Timeout as error:
             raise BusyError(f"{busy}: wait until it ends, or {remedy}") from error
         except PermissionError as error:
-            raise UsageError(f"{path} cannot be opened ({error.strerror}): {remedy}, or change its rights") from error
+            raise UsageError(f"{path} cannot be opened ({error.strerror}): {remedy}, or permit access") from error
         except (OSError, NotImplementedError) as error:
             warn_once(f"{path.parent} cannot be locked ({error}): make sure that no other process writes there")
         yield
@@ -105,7 +105,7 @@ def reading(path: Path) -> Iterator[None]:
         problem = "is missing" if error.errno == ENOENT else f"cannot be read ({error.strerror or error})"
         sentence = f"{error.filename or path} {problem}"
         if error.errno in NO_DAMAGE:
-            raise UsageError(f"{sentence}: change its rights, or try again") from error
+            raise UsageError(f"{sentence}: change its permissions, or try again") from error
         raise DamageError(sentence) from error
 
 

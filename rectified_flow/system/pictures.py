@@ -1,4 +1,4 @@
-"""Pictures as files: opened, side by side in a grid, written whole or not at all, and with the settings of a sample.
+"""Picture files: opening, grids, atomic writing, and the settings of a sample as metadata.
 
 The settings of a generated picture are an XMP packet, which PNG, WebP and JPEG files carry: the IPTC property
 ``DigitalSourceType`` with the value ``trainedAlgorithmicMedia``, and the settings as JSON.

@@ -143,7 +143,7 @@ class Caption(WrittenCondition):
         return {"kind": "caption", **sizes, "encoder": self.encoder.exported()}
 
     def companion(self, *, is_page: bool) -> Any:
-        """Return the program of the text encoder, for which see :class:`EncoderProgram`; None for a bag of words.
+        """Return the program of the text encoder (:class:`EncoderProgram`), or None for a bag of words.
 
         Raises:
             UsageError: if it is too large for a file, or the page cannot run it.
@@ -169,7 +169,7 @@ class Caption(WrittenCondition):
 
 @dataclass(frozen=True)
 class EncodedTexts:
-    """Texts by number, as float16 from a store, or else encoded when they are read."""
+    """Encoded texts by number: float16 rows of a store or, without a store, encoded when they are read."""
 
     kind: Caption
     texts: Sequence[str]

@@ -19,7 +19,7 @@ from rectified_flow.registry import register
 
 MAX_WORDS = 4096
 TEXTS_AT_ONCE = 64
-MAX_BYTES = 2_000_000_000  # of the weights of an exported encoder in float32: a file in ONNX has less than 2 GiB
+MAX_BYTES = 2_000_000_000  # limit of the float32 weights of an exported encoder, as an ONNX file must be below 2 GiB
 TEXT_FILE, TOKENIZER_FILE = "text_encoder.onnx", "tokenizer.json"  # names of the files of an exported encoder
 
 

@@ -1,4 +1,4 @@
-"""What looks at a run in training: callbacks, measurements at intervals, evaluations, and previews."""
+"""Monitoring of a run in training: callbacks, measurements at intervals, evaluations, and previews."""
 
 from abc import abstractmethod
 from collections.abc import Mapping

@@ -203,7 +203,7 @@ def test_a_finished_run_is_extended_by_a_time(tmp_path: Path, capsys: pytest.Cap
     steps = int(str(began["train_num_steps"]))
     save(tmp_path, 10, began)
     assert chosen(800, f"{run} --budget +30m") == began
-    assert f"the run is unfinished: training to its last step, {steps:,}, only" in capsys.readouterr().out
+    assert f"the run is unfinished and is only trained to its last step, {steps:,}" in capsys.readouterr().out
     save(tmp_path, steps, began)
     longer = int(str(chosen(800, f"{run} --budget +30m")["train_num_steps"]))
     assert longer == pytest.approx(1.5 * steps, rel=0.01)

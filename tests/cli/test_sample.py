@@ -163,7 +163,7 @@ def test_autoguidance_by_the_early_checkpoint(run: Path, tmp_path: Path, capfd: 
     weights, files = other.network.state_dict(), {FLOW_FILE: describe(other)}
     shutil.rmtree(folder / "checkpoints/step_00000010")
     checkpoint.save(folder / "checkpoints", 10, {checkpoint.MODEL_FILE: weights}, files)
-    assert_refused("sample.py", 1, f"--checkpoint {folder} --autoguidance 2", "step_00000010 to be of the same kind as")
+    assert_refused("sample.py", 1, f"--checkpoint {folder} --autoguidance 2", "in kind, shape or conditions: move it")
     inside = (one > 0) & (one < 255)  # the others are clipped
     assert np.corrcoef((one - plain)[inside], (plain - early)[inside])[0, 1] > 0.5
 

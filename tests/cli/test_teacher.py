@@ -182,7 +182,7 @@ def test_training_starts_from_the_teacher(
 
 def test_a_teacher_must_predict_the_velocity(teachers: dict[str, Path], tmp_path: Path) -> None:
     flags = f"--teacher {teachers['reflow']} --output_dir {tmp_path}"
-    assert_refused("train_mean_flow.py", 1, flags, "predicts the clean: pass one of the velocity")
+    assert_refused("train_mean_flow.py", 1, flags, "predicts clean: pass a run that predicts velocity")
 
 
 def killed_at_first(method: Callable[..., None], applies: Callable[..., bool]) -> Callable[..., None]:

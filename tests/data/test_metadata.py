@@ -211,7 +211,7 @@ NUMBERS = [str(number) for number in range(19)]
         ("csv", cells("text", ['"a']), "metadata.csv cannot be read (row 1: "),
         ("csv", cells("text", ["gr\xfcn"]).encode("cp1252"), "not encoded as UTF-8, but perhaps as Windows-1252"),
         ("csv", cells("text", ["a"]).encode("utf-16-le"), "is not encoded as UTF-8"),
-        ("csv", TABLE.replace("\n", "\nelsewhere/"), "names a picture, such as elsewhere/00"),
+        ("csv", TABLE.replace("\n", "\nelsewhere/"), "metadata.csv exists, such as elsewhere/00"),
         ("jsonl", jsonl("[" * 100_000), "metadata.jsonl cannot be read (row 1: "),
         ("jsonl", jsonl("[" * 900 + "]" * 900), "finds no suitable column in pictures: its columns are a"),
         ("jsonl", jsonl("9" * 5000), "metadata.jsonl cannot be read (row 1: "),

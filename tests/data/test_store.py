@@ -180,7 +180,7 @@ def test_a_truncated_store_is_built_again(tmp_path: Path, name: str, capsys: pyt
     assert torch.equal(ImageDataset(path)[7]["images"], expected)
 
 
-@pytest.mark.parametrize(("number", "advice"), [(ESTALE, "or try again"), (EACCES, "change its rights")])
+@pytest.mark.parametrize(("number", "advice"), [(ESTALE, "or try again"), (EACCES, "change its permissions")])
 def test_a_store_that_cannot_be_read_now_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, advice: str
 ) -> None:

@@ -122,7 +122,7 @@ def test_it_is_described_with_the_fingerprint_of_its_weights(folder: Callable[[s
     assert PretrainedAutoencoder(str(other)).fingerprint != autoencoder.fingerprint
     copied = save_tiny("AutoencoderKL", tmp_path / "copy")
     assert PretrainedAutoencoder(str(copied)).fingerprint == autoencoder.fingerprint, "wherever it is"
-    with pytest.raises(UsageError, match="is not that of the training"):
+    with pytest.raises(UsageError, match="differs from the one used in training"):
         build(description | {"source": str(other)}).prepare(torch.device("cpu"))
 
 

@@ -190,7 +190,7 @@ def test_an_autoencoder_of_diffusers_may_move_but_not_change(tmp_path: Path) -> 
     assert (code, again) == (0, 0), text + errors
     assert (gone[0], changed[0]) == (2, 2)
     assert f"--autoencoder {tmp_path}/vae cannot be found" in gone[1]
-    assert "is not that of the training" in changed[1]
+    assert "differs from the one used in training" in changed[1]
     assert Image.open(tmp_path / "run/generated/00001.png").size == (32, 32)
 
 

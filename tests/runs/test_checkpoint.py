@@ -124,15 +124,15 @@ def test_frozen_weights_that_come_from_elsewhere_are_not_saved(tmp_path: Path) -
     other = Halves(7.0, frozen_source="hub/backbone")
     checkpoint.load_averaged(other, path)
     assert other.values == [7.0, 1.0, 1.0]
-    with pytest.raises(UsageError, match=r"of another architecture \(frozen is missing there and \(2,\) here\)"):
+    with pytest.raises(UsageError, match=r"of another architecture \(frozen: missing saved, \(2,\) expected\)"):
         checkpoint.load_averaged(Halves(7.0), path)
 
 
 @pytest.mark.parametrize(
     ("weights", "sentence"),
     [
-        ({"trained": torch.zeros(4)}, r"trained is \(4,\) there and \(3,\) here"),
-        ({"more": torch.zeros(1)}, r"more is \(1,\) there and missing here"),
+        ({"trained": torch.zeros(4)}, r"trained: \(4,\) saved, \(3,\) expected"),
+        ({"more": torch.zeros(1)}, r"more: \(1,\) saved, missing expected"),
     ],
 )
 def test_weights_of_another_architecture_are_refused_and_change_nothing(
@@ -240,7 +240,7 @@ def test_every_file_has_the_rights_of_the_umask(tmp_path: Path, umask: int) -> N
 @pytest.mark.parametrize("name", [checkpoint.MODEL_FILE, "manifest.json"])
 def test_a_file_that_may_not_be_read_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     path = checkpoint.save(tmp_path, 1, {checkpoint.MODEL_FILE: {"w": torch.zeros(2)}}, {})
-    words = rf"{name} cannot be read \(Permission denied\): change its rights"
+    words = rf"{name} cannot be read \(Permission denied\): change its permissions"
     with refusing(monkeypatch, name), pytest.raises(UsageError, match=words):
         checkpoint.newest_checkpoint(tmp_path)
     assert path.exists()

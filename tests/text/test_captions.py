@@ -52,7 +52,7 @@ def test_another_encoder_than_that_of_the_training_is_refused(encoder: Pretraine
     known = build(describe(encoder))
     assert torch.equal(known.encode(TEXTS), encoder.encode(TEXTS))
     other = PretrainedTextEncoder(encoder.source, "another")
-    with pytest.raises(UsageError, match="is not that of the training"):
+    with pytest.raises(UsageError, match="differs from the one used in training"):
         other.encode(TEXTS)
     with pytest.raises(UsageError, match="cannot be loaded as a text encoder"):
         PretrainedTextEncoder(str(tmp_path)).encode(TEXTS)

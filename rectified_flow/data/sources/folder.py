@@ -221,7 +221,7 @@ def is_image(file: Path) -> bool:
 def refuse_folder(error: OSError) -> None:
     """Raise a UsageError that names the unreadable folder."""
     found = f"the folder {printable(error.filename)} cannot be read ({error.strerror})"
-    raise UsageError(f"{found}: change its rights, or pass --skip_broken_images") from error
+    raise UsageError(f"{found}: change its permissions, or pass --skip_broken_images") from error
 
 
 def find_files(

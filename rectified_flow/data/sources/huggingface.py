@@ -177,7 +177,7 @@ def _hub_answers(dataset: str) -> bool:
 def find_dataset_file(folder: Path) -> Path | None:
     """Return a file that makes ``folder`` a dataset in one of the hub's layouts; None for a folder of image files."""
     saved = [folder / name for name in SAVED_TO_DISK if (folder / name).exists()]
-    files = find_files(folder, lambda _error: None)  # which is reported when the images are read
+    files = find_files(folder, lambda _error: None)  # errors are reported when the images are read
     tables = [file for file in files if file.suffix in TABLE_SUFFIXES]
     return next(iter(saved + tables), None)
 
