@@ -222,7 +222,7 @@ class Fields(Space):
         if partner is not None:
             sources = cls.of(partner, shape, value_range=value_range, transform=transform, show=show)
             if len(sources.low) != len(low):
-                raise UsageError(f"--source_path has {len(sources.low)} channels: pass sources with {len(low)} channels")
+                raise UsageError(f"--source_path has {len(sources.low)} channels: sources need {len(low)} channels")
         return replace(
             stored,
             shape=(len(low), *shape[1:]),
