@@ -1,6 +1,6 @@
 """Random flags of extreme values end in a sentence and never in a traceback or a hang.
 
-``make fuzz`` tries :data:`CASES` command lines by other random numbers every time; the other tests run a few of them.
+``make fuzz`` tries :data:`CASES` command lines with new random numbers; the other tests run a few command lines.
 """
 
 import importlib

@@ -269,7 +269,7 @@ def open_store(
 def _build(
     store: StoreWriter, source: ImageSource, numbers: Sequence[int], rows: PictureRows, skip_broken_images: bool
 ) -> None:
-    """Decode the images with some numbers into the store, and note the names and sizes of the originals."""
+    """Decode the images with the given numbers into the store, and note the names and sizes of the originals."""
     framing = rows.framing
     labels, broken, originals, contents = list[int](), list[str](), list[Original](), set[bytes]()
     with store.building():

@@ -13,7 +13,7 @@ A picture has 256 levels, and the density is that of continuous values, so each 
 level (Theis et al. 2015, arXiv:1511.01844). The mean over such draws is at most the logarithm of the probability that
 the flow gives to the 8-bit picture. Its negative is therefore an upper bound, in the unit of published figures. The
 space of the data draws within levels, and returns the change of volume (:meth:`Space.dequantised
-<rectified_flow.spaces.space.Space.dequantised>`). For floating-point data, the score is the density itself.
+<rectified_flow.spaces.space.Space.dequantised>`). For floating-point data, the density itself is used.
 """
 
 from collections.abc import Callable, Sequence

@@ -225,7 +225,7 @@ class LatentDataset(StoreDataset):
 
     @property
     def description(self) -> str:
-        """The images and the shape of their latents in a line for a person."""
+        """One line that describes the images and the shape of their latents."""
         shape = " x ".join(map(str, self.info.rows[LATENTS_FILE][2:]))
         return f"{super().description}, as latents of {shape} by {self.space.autoencoder.name}"
 

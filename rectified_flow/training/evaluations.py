@@ -28,8 +28,8 @@ from rectified_flow.system.terminal import line
 if TYPE_CHECKING:
     from rectified_flow.training.trainer import Trainer
 
-MAX_BATCH = 64  # samples that a process generates at once; fewer where it trains on fewer
-PAIRS = 4  # pairs of a source and a sample in a row of a preview
+MAX_BATCH = 64  # largest number of samples generated at once by a process, or its training batch if that is smaller
+PAIRS = 4  # number of pairs of a source and a sample in each row of a preview
 Preview = tuple[Tensor, int | None, list[str] | None, Legend | None]
 """Samples, the columns of their grid, the text below each, and the meaning of their colours."""
 MORE_HELP = "evaluate.py counts copies; more pictures, --augment or a smaller --dim let it train for longer"

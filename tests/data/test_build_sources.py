@@ -1,4 +1,4 @@
-"""Tests of sources of pictures, and of damaged pictures, odd names, labels and rows, each named in a sentence."""
+"""Tests of sources of pictures, and of damaged pictures, odd names, labels and rows, whose errors name them."""
 
 import io
 import os

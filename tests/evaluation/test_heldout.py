@@ -1,4 +1,4 @@
-"""Tests of held-out pictures: the split without near-duplicates, the loss, and the decision that a run memorises."""
+"""Tests of held-out pictures: the split without near-duplicates, the loss, and the detection of memorisation."""
 
 import io
 from typing import Any

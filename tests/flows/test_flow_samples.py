@@ -1,4 +1,4 @@
-"""Tests of samples by number, from noise and from pictures, and of the way back to noise."""
+"""Tests of samples by number, from noise and from pictures, and of the inversion from data to noise."""
 
 from collections.abc import Sequence
 

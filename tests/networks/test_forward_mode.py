@@ -1,4 +1,4 @@
-"""Tests of layers with derivatives of their own against those of PyTorch, also as compiled for a GPU."""
+"""Tests of layers with custom derivatives against the derivatives of PyTorch, also compiled for a GPU."""
 
 from collections.abc import Callable
 

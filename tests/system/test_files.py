@@ -1,4 +1,4 @@
-"""Tests of files that are whole or absent, of reading regular files only, and of documents with their types."""
+"""Tests of atomic writing, of reading regular files only, and of documents with their types."""
 
 import json
 import multiprocessing

@@ -1,4 +1,4 @@
-"""Tests of ``--evaluate_every`` and of a run that memorises: results, the best checkpoint, and the stop."""
+"""Tests of ``--evaluate_every`` and of memorisation: results, the best checkpoint, and the end of the run."""
 
 import json
 import shutil
