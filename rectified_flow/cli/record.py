@@ -124,7 +124,7 @@ def _stored_source(distilled: DistillationData) -> Path | None:
     if not source.resolve().is_relative_to(distilled.teacher.resolve()):
         raise UsageError(f"{distilled.folder} contains {distilled.kind} of {source}: {REMEDY}")
     if not source.exists():
-        raise UsageError(f"{source}, the source of the {distilled.kind} in {distilled.folder}, is missing: {REMEDY}")
+        raise UsageError(f"{source}, the source of {distilled.kind} in {distilled.folder}, no longer exists: {REMEDY}")
     return source
 
 
