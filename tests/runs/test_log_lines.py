@@ -63,7 +63,10 @@ def test_numbers_by_step(tmp_path: Path) -> None:
 
 def test_a_log_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "metrics.jsonl", b'{"step": 1}')
-    with refusing(monkeypatch, path.name), pytest.raises(UsageError, match=r"metrics\.jsonl cannot be read .*permissions"):
+    with (
+        refusing(monkeypatch, path.name),
+        pytest.raises(UsageError, match=r"metrics\.jsonl cannot be read .*permission"),
+    ):
         LineFile(path, 5)
     os.mkfifo(tmp_path / "bad_steps.jsonl")
     with pytest.raises(UsageError, match=r"bad_steps\.jsonl is not a regular file"):
