@@ -11,9 +11,9 @@ import torch
 from typing_extensions import TypeVar
 
 from rectified_flow.errors import UsageError
+from rectified_flow.flows import mean, rectified  # noqa: F401  they register the flows
 from rectified_flow.flows.flow import Flow, network_of
-from rectified_flow.flows.mean import MeanFlow  # noqa: F401  registers the class
-from rectified_flow.flows.rectified import RectifiedFlow  # noqa: F401
+from rectified_flow.networks import unet  # noqa: F401  it registers the network
 from rectified_flow.registry import build
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.checkpoint import FLOW_FILE, RunIdentity
