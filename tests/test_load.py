@@ -1,5 +1,7 @@
 """Tests of loading a flow from its checkpoint, also while its run prunes checkpoints."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -28,6 +30,7 @@ from rectified_flow.spaces.pixels import Pixels
 from tests.ranks import run_on_ranks
 
 LABELS = Labels(2, ("cat", "dog"))
+OLD_RUNS = Path(__file__).with_name("old_runs")
 
 
 def unet() -> Unet:
@@ -185,3 +188,11 @@ def load_while_pruned(run: Path, late_rank: int) -> str:
 def test_two_processes_read_the_same_checkpoint(tmp_path: Path, late_rank: int) -> None:
     write(FLOWS["rectified"](), tmp_path)
     assert run_on_ranks(2, load_while_pruned, tmp_path, late_rank) == ["step_00000002"] * 2
+
+
+@pytest.mark.parametrize("module", ["rectified_flow", "rectified_flow.load"])
+def test_a_process_that_has_imported_nothing_else_loads_a_flow(module: str) -> None:
+    """The network and the flows are registered by the module that loads them."""
+    code = f"from {module} import load_flow; print(type(load_flow({str(OLD_RUNS / 'rectified')!r}).network).__name__)"
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert printed == "Unet\n"
