@@ -26,7 +26,7 @@ OURS = (
     *("config.json", "status.json", "metrics.jsonl", "metrics.old.jsonl", "bad_steps.jsonl", "loss.png", "look.png"),
     *("evaluations.jsonl", "evaluations.png", "evaluation.json", "evaluation.png", "neighbours.png", "best"),
     *("index.html", "style.css", "model.json", "model.onnx", "model.onnx", "model.safetensors", "README.md"),
-    *("0.png", "00000.png", "000000.png", "grid.png", "path.png", "path.gif", "manifest.json", "building.json"),
+    *("0.png", "00000.png", "000000.png", "grid.png", "manifest.json", "building.json"),
     *("info.json", "labels.npy", "recipe.json", "images.uint8", "starts.uint64", ".lock", "pairs.lock", "text.lock"),
     *("steps.png", ".sample.lock", ".tmpabcdef", "lora"),
     *("tokenizer.json", "accuracy.jsonl", "accuracy.png", "distances.jsonl", "distances.png", "clouds.png"),
@@ -117,7 +117,7 @@ def trained(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             "--batch_size 2 --num_samples 0 --train_num_steps 1 --teacher {trained} --teacher_samples 2 "
             "--teacher_steps 1 --output_dir {new} --teacher_dir {folder}",
         ),
-        ("sample.py", "--checkpoint {trained} --num_samples 2 --steps 1 --path gif --output_dir {folder}"),
+        ("sample.py", "--checkpoint {trained} --num_samples 2 --steps 1 --output_dir {folder}"),
         ("sample.py", "--checkpoint {trained} --num_samples 2 --steps 1 --output_dir {new} --save_pretrained {folder}"),
         (
             "evaluate.py",
@@ -156,7 +156,7 @@ def succeeds(script: str, words: str) -> None:
 
 
 DEFAULTS = {
-    "sample.py": "--num_samples 1 --steps 1 --path gif",
+    "sample.py": "--num_samples 1 --steps 1",
     "evaluate.py": "--num_samples 2 --steps 1 2 --feature_network efficientnet_lite0",
     "export.py": "--format onnx",
 }
@@ -336,7 +336,7 @@ WRITERS = {
     "train_oxford.py, store": (f"{TRAIN} --output_dir {{tmp}}/new", "cache_dir"),
     "train_mean_flow.py": (TEACHER, "output_dir"),
     "train_mean_flow.py, paths": (f"{TEACHER} --output_dir {{tmp}}/new", "teacher_dir"),
-    "sample.py": ("--checkpoint {trained} --num_samples 2 --steps 1 --path gif", "output_dir"),
+    "sample.py": ("--checkpoint {trained} --num_samples 2 --steps 1", "output_dir"),
     "sample.py, model": ("--checkpoint {trained} --num_samples 2 --steps 1 --output_dir {tmp}/new", "save_pretrained"),
     "evaluate.py": (
         "--checkpoint {trained} --num_samples 2 --steps 1 --feature_network efficientnet_lite0",

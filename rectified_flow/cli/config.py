@@ -322,12 +322,10 @@ class PicturesConfig(Flags):
     """Image or folder of images to translate, or to add noise to and start from (--strength)."""
     variants: Annotated[Positive, flag(needs="from_images")] = 1
     """Number of results for each image of --from_images."""
-    mask: Annotated[Path | None, flag(needs="from_images", excludes="reverse degrade")] = None
+    mask: Annotated[Path | None, flag(needs="from_images", excludes="degrade")] = None
     """Mask for inpainting --from_images: white pixels are generated, all others are kept."""
     degrade: Annotated[bool, flag(needs="from_images")] = False
     """Degrade --from_images first, as in training, to test a model on intact pictures."""
-    reverse: Annotated[bool, flag(needs="from_images", excludes="guidance_scale guidance autoguidance")] = False
-    """Translate in the opposite direction, from target pictures to source pictures."""
     strength: Annotated[Strength | None, flag(needs="from_images"), default_is("0.6")] = None
     """Noise level in (0, 1] of --from_images."""
     output_dir: Annotated[Path | None, default_is("the run's folder/generated")] = None
@@ -337,7 +335,7 @@ class PicturesConfig(Flags):
     like: Annotated[
         Path | None,
         flag(
-            excludes="num_samples steps classes prompt prompts set grid seed from_images path solver time_grid "
+            excludes="num_samples steps classes prompt prompts set grid seed from_images solver time_grid "
             "guidance_scale guidance autoguidance"
         ),
     ] = None
@@ -346,8 +344,6 @@ class PicturesConfig(Flags):
         tuple[Path] | tuple[()] | None, tyro.conf.arg(metavar="[FOLDER]", help_behavior_hint="(default: no)")
     ] = None
     """Also write a sheet of the training pictures nearest to each sample; FOLDER has them if they have moved."""
-    path: Literal["none", "strip", "gif"] = "none"
-    """Save the sampling trajectory."""
     save_pretrained: Annotated[Path | None, flag(excludes="autoguidance")] = None
     """Also save the model with its card in this folder, ready for the Hugging Face hub."""
     license: Annotated[str | None, flag(needs="save_pretrained")] = None

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from rectified_flow.distributed import check_shared, on_main
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.features import GREY_LEVELS, RealData, average_colours, reference_features
 from rectified_flow.flags import replaced
-from rectified_flow.flows.flow import SOURCE, Flow, sample_batches
+from rectified_flow.flows.flow import Flow, sample_batches
 from rectified_flow.flows.solvers import NO_GUIDANCE
 from rectified_flow.hub import card_of_run, claim_model, save_pretrained
 from rectified_flow.load import Trained, autocast, model_hash, solver_name
@@ -38,14 +38,12 @@ from rectified_flow.system.pictures import (
     over_white,
     read_provenance,
     to_grid,
-    write_motion,
     write_picture,
 )
 from rectified_flow.system.terminal import lines, progress_bar
 
 LOCK_FILE, GRID_FILE, NEAREST_FILE = ".sample.lock", "grid.png", "nearest.png"
-PATH_FILES = {"strip": "path.png", "gif": "path.gif"}
-PATH_PICTURES, PATH_STOPS, NEAREST = 8, 9, 4
+NEAREST = 4  # training pictures beside each sample on the sheet of --nearest
 
 
 @dataclass(frozen=True)
@@ -98,8 +96,6 @@ def sample(config: SampleConfig) -> None:
     flags, model = config.samples, config.samples.save_pretrained
     state, trained, options = open_trained(config)
     options |= {"seed": flags.seed, "batch_size": config.model.batch_size}
-    if flags.reverse:
-        options.pop("guidance", None)  # a default
     request = read_request(flags, trained, options) if like is None else _repeat(like, trained, options)
     settings = _settings_of(config, trained, request)
     card = {} if model is None else card_of_run(trained, flags.license)
@@ -171,8 +167,7 @@ def _claim(outputs: Outputs, flags: PicturesConfig, held: ExitStack) -> None:
     for file in {*folder.glob("*.png")}.difference(files):
         if file.stem.removesuffix(Path(PREVIEW).stem).isdecimal():
             raise UsageError(f"--output_dir {folder} contains {file.name} of an earlier call: choose another folder")
-    also = [PATH_FILES[flags.path]] if flags.path != "none" else []
-    also += [] if flags.nearest is None else [NEAREST_FILE]
+    also = [] if flags.nearest is None else [NEAREST_FILE]
     claim(folder, [*(file.name for file in files), GRID_FILE, *also])
     if flags.save_pretrained is not None:
         claim_model(prepare_folder("save_pretrained", flags.save_pretrained))
@@ -193,7 +188,7 @@ def describe(settings: Provenance, flags: PicturesConfig, trained: Trained, requ
         some = list(dict.fromkeys(map(str, values)))
         texts["classes" if name == "labels" else name] = ", ".join(some[:6]) + ", ..." * (len(some) > 6)
     if flags.from_images is not None:
-        each = f", {flags.variants} results for each" * (flags.variants > 1) + ", in reverse" * request.reverse
+        each = f", {flags.variants} results for each" * (flags.variants > 1)
         texts["from"] = f"{flags.from_images}{each}"
     return lines(texts)
 
@@ -226,8 +221,7 @@ def _write(file: Path, content: bytes) -> None:
 
 def _results(flow: Flow, numbers: Sequence[int], request: SampleRequest) -> Iterator[tuple[Sequence[int], Tensor]]:
     """Yield numbers of results, and pictures uint8 ``[b, c, h, w]`` or other generated data, a batch at a time."""
-    sampled = _reversed if request.reverse else partial(sample_batches, render=False)
-    for some, data in sampled(flow, numbers, **request.options):
+    for some, data in sample_batches(flow, numbers, render=False, **request.options):
         results = flow.space.render_with_alpha(data) if flow.space.suffix is None else data
         if request.kept is not None:
             known, mask = (each.to(results.device) for each in request.kept)
@@ -236,42 +230,13 @@ def _results(flow: Flow, numbers: Sequence[int], request: SampleRequest) -> Iter
         yield some, results
 
 
-def _reversed(
-    flow: Flow, numbers: Sequence[int], *, seed: int, batch_size: int, conditions: dict[str, Tensor], **options: Any
-) -> Iterator[tuple[Sequence[int], Tensor]]:
-    """Yield numbers of the starts that lead to the given data, and the starts, decoded; see :func:`sample_batches`."""
-    for first in range(0, len(numbers), batch_size):
-        some = numbers[first : first + batch_size]
-        given = {name: values[[number % len(values) for number in some]] for name, values in conditions.items()}
-        yield some, flow.space.decode(flow.encode(given.pop(SOURCE), **given, **options))  # type: ignore[operator]
-
-
 def _write_sheets(flow: Flow, outputs: Outputs, flags: PicturesConfig) -> dict[str, object]:
-    """Write the grid of all samples, and the trajectories of the first ones; return lines on all files."""
+    """Write the grid of all samples, and return lines on all files."""
     files, texts = {"values": outputs.values, "pictures": outputs.pictures}, dict[str, object]()
-    if flags.path != "none":
-        shown = range(min(PATH_PICTURES, len(outputs.pictures)))
-        texts["path"] = _write_path(outputs.folder / PATH_FILES[flags.path], flow, shown, outputs)
     # Other processes wrote most of the samples, so the grid reads them back.
     grid = _grid_of(outputs, flags.variants)
     texts["grid"] = write_picture(outputs.folder / GRID_FILE, grid, **outputs.metadata())
     return texts | {name: f"{paths[0]} to {paths[-1].name}" for name, paths in files.items() if paths}
-
-
-def _write_path(file: Path, flow: Flow, numbers: range, outputs: Outputs) -> Path:
-    """Write the trajectories of some samples: an animation, or a row for each sample."""
-    frames: list[Tensor] = []
-
-    def watch(_t: float, x: Tensor) -> None:
-        frames.append(flow.space.render(flow.space.decode(x)).cpu())
-
-    list(sample_batches(flow, numbers, watch=watch, **outputs.request.options))
-    if file.suffix == ".gif":
-        pauses = [80] * (len(frames) - 1) + [1500]
-        return write_motion(file, [to_grid(frame) for frame in frames], pauses)
-    stops = sorted({round(i * (len(frames) - 1) / (PATH_STOPS - 1)) for i in range(PATH_STOPS)})
-    strip = torch.stack([frames[stop] for stop in stops], dim=1)
-    return write_picture(file, to_grid(strip.flatten(0, 1), columns=len(stops)), **outputs.metadata())
 
 
 def _grid_of(outputs: Outputs, variants: int) -> Any:

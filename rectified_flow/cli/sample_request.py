@@ -50,7 +50,6 @@ class SampleRequest:
         shown: the first pictures uint8 ``[n, 3, h, w]`` to show before their results in the grid; None for a grid of
             samples alone.
         kept: pictures uint8 ``[n, c, h, w]`` and a mask bool ``[1, 1, h, w]`` outside of which results equal them.
-        reverse: whether the flow is integrated from data to its start.
     """
 
     names: list[str]
@@ -59,7 +58,6 @@ class SampleRequest:
     columns: int | None = None
     shown: Tensor | None = None
     kept: tuple[Tensor, Tensor] | None = None
-    reverse: bool = False
 
 
 def read_request(flags: PicturesConfig, trained: Trained, options: dict[str, Any]) -> SampleRequest:
@@ -76,11 +74,6 @@ def read_request(flags: PicturesConfig, trained: Trained, options: dict[str, Any
     flow, source, has_pictures = trained.flow, trained.source, flags.from_images is not None
     if flow.from_source and not has_pictures:
         raise UsageError(f"{source} translates pictures: pass some with --from_images")
-    if flags.reverse and options.get("solver") == "stochastic":
-        raise UsageError("--solver stochastic cannot be inverted: pass another solver")
-    if flags.path != "none" and ("watch" not in inspect.signature(flow.sample).parameters or flags.reverse):
-        kind = "--reverse" if flags.reverse else f"a {type(flow).__name__}"
-        raise UsageError(f"--path has no effect: {kind} has no path to show; leave it out")
     axes, texts = [axis_of(text, flow, source) for text in flags.grid or ()], written_conditions(flags, flow, source)
     options = options | {"steps": flags.steps or flow.default_steps}
     if axes:
@@ -111,7 +104,7 @@ def _from_pictures(path: Path, flags: PicturesConfig, trained: Trained, options:
     if not translates:
         start = {"start": seen, "strength": flags.strength or STRENGTH}
         return SampleRequest(_numbered([""] * (flags.num_samples or NUM_SAMPLES)), options | start)
-    if degradation is not None and (flags.degrade or degradation.is_projection) and not flags.reverse:
+    if degradation is not None and (flags.degrade or degradation.is_projection):
         seen = _degraded(flow, seen, flags.seed)
     elif mask is not None and flow.takes_source:
         seen = space.decode_source(space.encode(seen).masked_fill(mask, torch.nan))
@@ -122,7 +115,7 @@ def _from_pictures(path: Path, flags: PicturesConfig, trained: Trained, options:
         options |= {"start": seen, "mask": mask, "strength": flags.strength or 1.0}
     names = names_of_results(path, files, flags.variants)
     if mask is None:
-        return SampleRequest(names, options, shown=shown, reverse=flags.reverse)
+        return SampleRequest(names, options, shown=shown)
     return SampleRequest(names, options, shown=shown.masked_fill(mask, GREY), kept=(images, mask))
 
 
@@ -139,7 +132,6 @@ def _check_translation(flags: PicturesConfig, trained: Trained) -> None:
         "strength": not flow.takes_source,
         "mask": paints if flow.takes_source else flow.degradation is None,
         "variants": flags.mask is not None or (flow.takes_source and is_random),
-        "reverse": flow.from_source and hasattr(flow, "encode"),
     }
     refuse({name: getattr(flags, name) != getattr(PicturesConfig, name) and not works[name] for name in works}, reason)
 

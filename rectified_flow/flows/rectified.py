@@ -124,39 +124,6 @@ class RectifiedFlow(Flow):
             x = integrate(field, x, times, solver, watch=watch, inpaint=inpaint, evaluate_at_data=at_data)
         return self.space.decode(x) if decode else x
 
-    @torch.no_grad()
-    def encode(
-        self,
-        data: Tensor,
-        *,
-        steps: int = 16,
-        solver: Solver = "ab2",
-        grid: TimeGrid = "uniform",
-        guidance: Guidance = NO_GUIDANCE,
-        **conditions: Tensor,
-    ) -> Tensor:
-        """Integrate data to the noise or source ``[b, ...]`` from which ``sample`` with the same settings returns.
-
-        Args:
-            data: ``[b, ...]``, as the space stores them.
-            steps: intervals.
-            solver: any but ``stochastic``, which has no way back.
-            grid: spacing of the times, see :func:`time_grid`.
-            guidance: classifier-free guidance, see :meth:`sample`.
-            conditions: values by name ``[b, ...]``; a condition left out is "none".
-
-        Raises:
-            ValueError: if ``steps`` is not positive, the solver has no way back, or guidance has no conditions.
-        """
-        if solver == "stochastic":
-            raise ValueError("the stochastic solver has no way back to the noise")
-        x = self.space.encode(data).to(self.device)
-        field = guided(self.exact_velocity, self.conditions, self.on_device(conditions), guidance)
-        times = time_grid(steps, grid)[::-1]
-        first = times[1] / 2 if self.prediction == "clean" else 0.0  # at 0, a clean prediction has no velocity
-        with self.evaluating():
-            return integrate(lambda x, t: field(x, max(t, first)), x, times, solver)
-
     def _as_velocity(self, value: Tensor, x: Tensor, t: Tensor, least: float = MIN_DIVISOR) -> Tensor:
         """Return the velocity of a prediction, whose divisor is at least ``least``."""
         if self.prediction == "velocity":

@@ -229,16 +229,6 @@ def encode_picture(pixels: np.ndarray[Any, Any], suffix: str = ".png", **options
     return content.getvalue()
 
 
-def write_motion(path: Path, frames: Sequence[np.ndarray[Any, Any]], pauses: Sequence[int]) -> Path:
-    """Write a GIF that repeats frames ``[h, w, 3]``, each shown for some milliseconds; return ``path``.
-
-    Raises:
-        RunError: if that fails.
-    """
-    rest = [Image.fromarray(frame) for frame in frames[1:]]
-    return write_picture(path, frames[0], save_all=True, append_images=rest, duration=list(pauses), loop=0)
-
-
 def write_picture(path: Path, pixels: np.ndarray[Any, Any], **options: Any) -> Path:
     """Write ``pixels`` ``[h, w, c]``, RGB or RGBA, whole or not at all, in the format of the suffix; return ``path``.
 

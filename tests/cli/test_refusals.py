@@ -141,7 +141,6 @@ REFUSALS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("--license mit", "--license needs --save_pretrained: pass both"),
         ("--num_samples 1000000000000000", "--num_samples is 1000000000000000; it must be less than or equal to"),
         ("--strength 0.5", "--strength needs --from_images: pass both"),
-        ("--autoguidance 2 --reverse --from_images {tmp}", "--reverse and --autoguidance exclude each other"),
         ("--guidance_interval 0.2 0.8", "--guidance_interval needs --guidance_scale or"),
         ("--save_pretrained /proc/nothing", "--save_pretrained /proc/nothing cannot be written"),
         ("--from_images {tmp}/nowhere", "is neither a file nor a folder of files"),
@@ -167,8 +166,6 @@ REFUSALS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("--from_images {paired.data}/from --strength 0.5", "--strength has no effect"),
         ("--from_images {paired.data}/from --degrade", "--degrade has no effect"),
         ("--from_images {paired.data}/from --mask {tmp}/file", "--mask has no effect"),
-        ("--from_images {paired.data}/from --reverse --solver stochastic", "--solver stochastic cannot be inverted"),
-        ("--from_images {paired.data}/from --reverse --path strip", "--path has no effect"),
         ("--from_images {paired.data}/from --output_dir {paired.data}/from", "has the pictures of --from_images"),
         ("--variants 2", "--variants needs --from_images"),
         ("--from_images {paired.data}/nowhere", "neither a file nor a folder of files"),
@@ -177,10 +174,6 @@ REFUSALS: dict[tuple[str, str], list[tuple[str, str]]] = {
         (
             "--checkpoint {unpaired.one} --from_images {unpaired.data}/from --variants 2",
             "--variants has no effect on the RectifiedFlow",
-        ),
-        (
-            "--checkpoint {degraded.one} --from_images {degraded.data}/to --reverse",
-            "--reverse has no effect on the RectifiedFlow",
         ),
         ("--checkpoint {mean_flow.one} --guidance_scale 2", "is guided in training"),
         ("--checkpoint {mean_flow.one} --solver heun", "--solver has no effect"),

@@ -57,10 +57,8 @@ def test_a_network_without_the_end_of_an_interval_is_no_generator_in_one_step(
 @pytest.mark.parametrize(
     ("name", "flags", "refused"),
     [
-        ("own flow", "--path strip", True),
         ("own flow", "--from_images {data}/start.png", True),
         ("own space", "--from_images {data}/start.png", True),
-        ("own network", "--path strip", False),
         ("own network", "--from_images {data}/start.png", False),
     ],
 )

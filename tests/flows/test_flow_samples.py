@@ -1,4 +1,4 @@
-"""Tests of samples by number, from noise and from pictures, and of the inversion from data to noise."""
+"""Tests of samples by number, from noise and from pictures."""
 
 from collections.abc import Sequence
 
@@ -23,7 +23,7 @@ def pictures(numbers: Sequence[int], batch_size: int = 64, **how: object) -> dic
     return {i: picture for some, batch in drawn for i, picture in zip(some, batch, strict=True)}
 
 
-@pytest.mark.parametrize("solver", ["midpoint", "ab2", "dpmpp_2m", "stochastic"])
+@pytest.mark.parametrize("solver", ["midpoint", "ab2"])
 def test_a_picture_is_the_same_in_any_company(solver: str) -> None:
     together = pictures(range(6), solver=solver)
     assert {picture.dtype for picture in together.values()} == {torch.uint8}
@@ -57,15 +57,3 @@ def test_from_pictures(kind: type[RectifiedFlow | MeanFlow]) -> None:
         near, far = (drawn[f"{i} {level}"].int() - given[i % 2].int() for level in (0.001, 0.5))
         assert near.abs().max() <= 1
         assert far.abs().float().mean() > 20
-
-
-def test_a_picture_comes_back_from_its_noise() -> None:
-    trained = flow()
-    images = torch.rand(2, 3, 8, 8) * 1.6 - 0.8
-    labels = torch.tensor([0, 1])
-    noise = trained.encode(images, steps=40, labels=labels)
-    assert (noise - images).abs().mean() > 0.01
-    back = trained.sample(noise=noise, steps=40, labels=labels)
-    assert (back * 2 - 1 - images).abs().max() < 1e-3
-    with pytest.raises(ValueError, match="no way back"):
-        trained.encode(images, solver="stochastic")

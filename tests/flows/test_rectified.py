@@ -44,19 +44,14 @@ def test_the_loss_at_the_optimum_is_the_floor_and_its_gradient_zero(prediction: 
 
 
 @pytest.mark.parametrize("prediction", get_args(Prediction))
-def test_more_steps_lead_to_the_flow_map_and_back(prediction: Prediction) -> None:
-    """At each end of time, one of the predictions would be divided by 0, or its error by a clipped number."""
+def test_more_steps_lead_to_the_flow_map(prediction: Prediction) -> None:
     data = image_gaussian()
     flow = RectifiedFlow(Optimal(data, prediction), prediction=prediction, space=Pixels((3, 4, 4)))
-    noise, x_0 = torch.randn(32, 3, 4, 4), data.sample(32).float()
+    noise = torch.randn(32, 3, 4, 4)
     sampled = flow.sample(noise=noise, steps=200, solver="midpoint", decode=False)
-    encoded = flow.encode(x_0, steps=200, solver="midpoint")
     assert sampled.dtype == torch.float32
-    for ours, exact in (
-        (sampled, data.flow_map(noise.double(), 1.0, 0.0)),
-        (encoded, data.flow_map(x_0.double(), 0.0, 1.0)),
-    ):
-        assert (ours - exact).square().mean().sqrt() < (2e-4 if prediction == "noise" else 3e-6)
+    exact = data.flow_map(noise.double(), 1.0, 0.0)
+    assert (sampled - exact).square().mean().sqrt() < (2e-4 if prediction == "noise" else 3e-6)
 
 
 def test_uniform_times_have_the_pi_over_two_floor() -> None:

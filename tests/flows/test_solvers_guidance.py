@@ -101,7 +101,7 @@ def test_it_needs_conditions() -> None:
         flow.sample(1, guidance=Guidance(2))
     labelled = RectifiedFlow(Unet(8, (1,), conditions=KINDS, image_size=8), space=Pixels((3, 8, 8)))
     with pytest.raises(ValueError, match="guidance needs a network that takes conditions: pass their values"):
-        labelled.encode(torch.zeros(1, 3, 8, 8), guidance=Guidance(2))
+        guided(labelled.exact_velocity, labelled.conditions, {}, Guidance(2))
 
 
 def test_each_condition_has_a_scale_of_its_own() -> None:
