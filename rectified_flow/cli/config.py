@@ -129,12 +129,12 @@ class ProgramConfig(Flags):
 
 
 def seconds_of(budget: str) -> float:
-    """Return the seconds of a time such as ``90s``, ``30m``, ``2h`` or ``1d``, with or without a plus sign.
+    """Return the seconds of a time such as ``90s``, ``30m``, ``2h`` or ``1d``.
 
     Raises:
         UsageError: if the text is not such a time, or the time is 0.
     """
-    number, unit = budget[:-1].removeprefix("+"), SECONDS.get(budget[-1:])
+    number, unit = budget[:-1], SECONDS.get(budget[-1:])
     seconds = float(number) * unit if unit and re.fullmatch(r"[0-9]{1,6}(\.[0-9]+)?", number) else 0.0
     if seconds <= 0:
         raise UsageError(f"--budget is {budget}; it must be a time such as 90s, 30m, 2h or 1d")
@@ -152,8 +152,7 @@ class TrainProgramConfig(ProgramConfig):
         flag(recorded=False, for_pictures=True, excludes="num_epochs train_num_steps config"),
         default_is("1h with --dataset_path or a teacher, if no flag gives the length"),
     ] = None
-    """Time to train, such as 90s, 30m, 2h or 1d; network, length and learning rate are chosen for it. With a plus sign,
-    such as +30m, a run that has reached its last step continues for this time."""
+    """Time to train, such as 90s, 30m, 2h or 1d; network, length and learning rate are chosen for it."""
     one_step: Annotated[
         bool, flag(recorded=False, for_pictures=True, excludes="flow num_epochs train_num_steps config")
     ] = False
@@ -166,12 +165,6 @@ class TrainProgramConfig(ProgramConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         seconds_of(self.budget or "1s")
-        refuse({"one_step": self.one_step and self.extends}, f"and --budget {self.budget} exclude each other")
-
-    @property
-    def extends(self) -> bool:
-        """Whether ``--budget`` continues a run."""
-        return self.budget is not None and self.budget.startswith("+")
 
 
 @dataclass(frozen=True)

@@ -45,89 +45,58 @@ COMPARED_UNFINISHED = ("precision", "teacher", "earlier")
 
 
 @dataclass(frozen=True)
-class DistillationData:
-    """The data that a teacher generates for a run.
+class Recipe:
+    """Everything that determines the data of a teacher. Flags set the settings; the rest is known with the teacher."""
 
-    Args:
-        teacher: the teacher's run or checkpoint.
-        kind: ``pairs`` of noise and data, or ``paths`` between them.
-        count: number of pairs or paths.
-        folder: folder of the stored data.
-        steps: intervals of each sample.
-        solver: solver of an interval.
-        guidance_scale: guidance of the teacher.
-        autoguidance: autoguidance of the teacher by its early checkpoint.
-    """
+    pairs: int  # number of pairs, or of paths
+    steps: int  # intervals of each sample
+    seed: int
+    points: int = 1  # of each path; 1 for pairs
+    guidance_scale: float = 1.0
+    autoguidance: float = 1.0
+    solver: Solver = "midpoint"
+    source: str = ""  # the teacher's checkpoint
+    precision: str = ""  # of the teacher's network
+    pictures: str = ""  # fingerprint of the training pictures
+    space: dict[str, Any] = field(default_factory=dict)  # description of the teacher's space
+    teacher: str = ""  # fingerprint of the teacher's checkpoint
+    earlier: str = ""  # fingerprint of its early checkpoint; empty without autoguidance
+    flags: dict[str, Any] = field(default_factory=dict)  # only in recipes of commit c5b7768, like sha256
+    sha256: str = ""
+
+
+@dataclass(frozen=True)
+class DistillationData:
+    """The data that a teacher, a run or checkpoint, generates for a run: ``pairs`` of noise and data, or ``paths``."""
 
     teacher: Path
     kind: Kind
-    count: int
     folder: Path
-    steps: int
-    solver: Solver
-    guidance_scale: float = 1.0
-    autoguidance: float = 1.0
+    recipe: Recipe
 
     @classmethod
     def of(cls, config: TrainConfig) -> "DistillationData | None":
         """Return the data that the flags ask for; None without a teacher."""
-        flags = config.teacher
+        flags, scale = config.teacher, config.flow.guidance_scale
         if flags.teacher is None:
             return None
         kind: Kind = "pairs" if config.method == "reflow" else "paths"
-        folder, (count, steps, solver) = flags.teacher_dir or config.run.output_dir / kind, DEFAULTS[kind]
-        scales = config.flow.guidance_scale, flags.autoguidance
-        return cls(
-            flags.teacher, kind, flags.teacher_samples or count, folder, flags.teacher_steps or steps, solver, *scales
-        )
+        count, steps, solver = DEFAULTS[kind]
+        count, steps = flags.teacher_samples or count, flags.teacher_steps or steps
+        points = steps if kind == "paths" else 1  # all but the end
+        recipe = Recipe(count, steps, config.run.seed, points, scale, flags.autoguidance, solver)
+        return cls(flags.teacher, kind, flags.teacher_dir or config.run.output_dir / kind, recipe)
 
     @property
     def path_points(self) -> int:
         """Points of each path in the training data, all but its end; 0 for pairs."""
-        return self.steps if self.kind == "paths" else 0
+        return self.recipe.points if self.kind == "paths" else 0
 
     @property
     def calls(self) -> int:
         """Calls of the teacher's network for a pair or a path."""
-        doubled = sum(scale != 1 for scale in (self.guidance_scale, self.autoguidance))
-        return self.steps * CALLS_PER_STEP[self.solver] * 2**doubled
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """Everything that determines the generated data.
-
-    Args:
-        source: the teacher's checkpoint.
-        pairs: the number of pairs, or of paths.
-        steps: intervals of each sample.
-        seed: seed of the noise and labels.
-        precision: precision of the teacher's network.
-        pictures: fingerprint of the training pictures.
-        points: points of each path; 1 for pairs.
-        guidance_scale: guidance of the teacher.
-        autoguidance: autoguidance of the teacher.
-        solver: solver of an interval.
-        space: description of the teacher's space.
-        teacher: fingerprint of the teacher's checkpoint.
-        earlier: fingerprint of its early checkpoint; empty without autoguidance.
-    """
-
-    source: str
-    pairs: int
-    steps: int
-    seed: int
-    precision: str
-    pictures: str
-    points: int = 1
-    guidance_scale: float = 1.0
-    autoguidance: float = 1.0
-    solver: Solver = "midpoint"
-    space: dict[str, Any] = field(default_factory=dict)
-    teacher: str = ""
-    earlier: str = ""
-    flags: dict[str, Any] = field(default_factory=dict)  # only in recipes of commit c5b7768, like sha256
-    sha256: str = ""
+        doubled = sum(scale != 1 for scale in (self.recipe.guidance_scale, self.recipe.autoguidance))
+        return self.recipe.steps * CALLS_PER_STEP[self.recipe.solver] * 2**doubled
 
 
 def open_distilled(
@@ -148,27 +117,22 @@ def open_distilled(
         UsageError: if the data cannot be generated, or those in the folder have another recipe.
         RunError: if the disk is full.
     """
-    state, teacher = PartialState(), distilled.teacher
-    stored = on_main(state, lambda: recipe_of(distilled))
+    state, teacher, stored = PartialState(), distilled.teacher, on_main(PartialState(), lambda: recipe_of(distilled))
     space: Space = build(stored.space if stored else checkpoint.load_document(teacher, checkpoint.FLOW_FILE)["space"])
-    earlier = on_main(state, lambda: checkpoint.early_of(teacher)) if distilled.autoguidance != 1 else None
-    recipe = Recipe(
+    guided = distilled.recipe.autoguidance != 1
+    earlier = on_main(state, lambda: checkpoint.early_of(teacher)) if guided else None
+    recipe = replace(
+        distilled.recipe,
         source=str(teacher),
-        pairs=distilled.count,
-        steps=distilled.steps,
-        seed=config.run.seed,
         precision="bf16" if choose_precision(config.run, state.device) == "bf16" else "float32",
         pictures=pictures.fingerprint,
-        points=max(1, distilled.path_points),
-        guidance_scale=distilled.guidance_scale,
-        autoguidance=distilled.autoguidance,
-        solver=stored.solver if stored else distilled.solver,  # stored paths keep their solver; no flag sets it
+        solver=stored.solver if stored else distilled.recipe.solver,  # stored paths keep their solver; no flag sets it
         space=describe(space),
         teacher=checkpoint.fingerprint(teacher),
         earlier="" if earlier is None else checkpoint.fingerprint(earlier),
     )
     on_main(state, lambda: prepare_folder("teacher_dir", distilled.folder.parent))
-    store = StoreWriter(distilled.folder, distilled.count, distilled.kind, recipe=asdict(recipe))
+    store = StoreWriter(distilled.folder, recipe.pairs, distilled.kind, recipe=asdict(recipe))
     with claimed(store, "choose another --teacher_dir") as is_missing:
         on_main(state, lambda: _check_recipe(recipe, distilled, is_missing=is_missing))
         if is_missing:

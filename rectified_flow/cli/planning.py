@@ -32,7 +32,6 @@ from rectified_flow.flows.flow import Flow
 from rectified_flow.load import autocast
 from rectified_flow.networks.unet import to_device
 from rectified_flow.runs import checkpoint
-from rectified_flow.runs.config import DEFAULT_TRAIN_NUM_STEPS
 from rectified_flow.spaces.space import Space
 from rectified_flow.system.machine import free_memory, memory
 from rectified_flow.system.terminal import duration, line, lines
@@ -155,8 +154,6 @@ def with_plan(
         UsageError: if the time is too short, a step exceeds the memory, or there is no run to continue.
     """
     time = budget_of(config)
-    if config.program.extends:
-        return _extended(config, conditions, space)
     if has_begun:
         return config
     if time is None:
@@ -200,37 +197,10 @@ def facts_of(config: TrainConfig, pictures: int, time: str, space: Space, why_ne
         starter=_starter_of(config, sides),
         latents=bool(config.data.autoencoder),
         precisions=precisions,
-        samples=distilled.count if distilled else 0,
+        samples=distilled.recipe.pairs if distilled else 0,
         drawn=stored.pairs if stored else None,
         calls=distilled.calls if distilled else 0,
     )
-
-
-def _extended(config: TrainConfig, conditions: ConditionSpecs, space: Space) -> TrainConfig:
-    """Return the flags of a finished run with as many more steps as fit into the time of ``--budget``. Collective.
-
-    An unfinished run is only trained to its last step.
-
-    Raises:
-        UsageError: if there is no run, or its length is not a number of steps.
-    """
-    run, state, time = config.run, PartialState(), config.program.budget or ""
-    saved = on_main(state, lambda: checkpoint.list_checkpoints(run.checkpoints))
-    steps = run.train_num_steps or DEFAULT_TRAIN_NUM_STEPS
-    if not saved:
-        raise UsageError(f"--budget {time} continues a run, and {run.output_dir} has no run: leave out the plus sign")
-    if run.num_epochs is not None:
-        raise UsageError(f"--budget {time} needs a run whose length is a number of steps: raise --num_epochs instead")
-    if checkpoint.step_of(saved[-1]) < steps:
-        text = f"the run is unfinished and is only trained to its last step, {steps:,}; then pass --budget {time} again"
-        state.print(line("budget", text))
-        return config
-    batch = run.split_batch(state.num_processes).total
-    rate = training_speed(config, conditions, space).rate
-    more = max(1, int(plan.TRAINED_SHARE * seconds_of(time) * rate / batch))
-    text = f"{time}, {more:,} steps of {batch} images, from step {steps:,} to {steps + more:,}"
-    state.print(line("budget", text))
-    return replaced(config, {"train_num_steps": steps + more})
 
 
 def training_speed(config: TrainConfig, conditions: ConditionSpecs, space: Space) -> Speed:

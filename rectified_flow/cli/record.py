@@ -135,7 +135,9 @@ def _with_teacher(config: C, distilled: DistillationData) -> C:
     if distilled.kind == "paths" and teacher.flow.prediction != "velocity":
         raise UsageError(f"--teacher {source} predicts {teacher.flow.prediction}: pass a run that predicts velocity")
     is_condition = teacher.source.is_given and not teacher.source.as_start
-    if distilled.guidance_scale != 1 and not (teacher.network.use_cfg or teacher.columns.condition_on or is_condition):
+    if distilled.recipe.guidance_scale != 1 and not (
+        teacher.network.use_cfg or teacher.columns.condition_on or is_condition
+    ):
         raise UsageError(f"--guidance_scale needs conditions, and {source} has none")
     rules, mine, theirs = rules_of(type(config)), plain(config), plain(teacher)
     shared = config.given & {*rules_of(RunData), *rules_of(NetworkConfig), "prediction"}

@@ -5,7 +5,6 @@ from math import ceil, gcd
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import set_seed
@@ -17,7 +16,6 @@ from rectified_flow.cli.data import build_space, check_source, find_data, open_d
 from rectified_flow.cli.distill import DistillationData, open_distilled
 from rectified_flow.cli.plan import MIN_TO_HOLD_OUT, proposed_share
 from rectified_flow.cli.record import check_one_step, resolved
-from rectified_flow.condition import Labels
 from rectified_flow.data.config import RunData
 from rectified_flow.data.sources import ImageSource
 from rectified_flow.data.store import ImageDataset, StoreDataset
@@ -25,8 +23,8 @@ from rectified_flow.distributed import check_equal, on_main
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.evaluator import Evaluator
 from rectified_flow.evaluation.features import RenderedItems
-from rectified_flow.evaluation.heldout import PATIENCE, HeldOutPictures, Split
-from rectified_flow.evaluation.report import look, name_some, summarize_pictures
+from rectified_flow.evaluation.heldout import HeldOutPictures, Split
+from rectified_flow.evaluation.report import look, summarize_pictures
 from rectified_flow.flags import check_rules, name_of, recorded, refuse, replaced, rules_of, values_of
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.flow_map import FlowMap, takes_interval
@@ -112,7 +110,7 @@ def train_run(config: TrainConfig) -> bool:
     summary: dict[str, object] = {"pictures": summarize_pictures(data)} if has_pictures else {"items": len(data)}
     state.print(lines(summary | ({"values": space.summary} if space.summary else {})))
     if dry_run:
-        planning.print_dry_run(config, flow, count if distilled is None else distilled.count)
+        planning.print_dry_run(config, flow, count if distilled is None else distilled.recipe.pairs)
         return True
     if distilled is not None and not has_begun:  # a run that is killed while it generates the data keeps its plan
         document = describe_run(config.run, describe(flow), data, **_records(config))
@@ -153,8 +151,6 @@ def check_flags(config: TrainConfig) -> None:
     written = {"output_dir": config.run.output_dir, "cache_dir": config.data.cache_dir}
     check_outside("dataset_path", config.data.dataset_path, **written, source_path=source)
     check_outside("source_path", source, **written)
-    noise = {"source_noise": not config.source.as_start and config.source.source_noise}
-    refuse(noise, "has no effect with --source_as condition: leave it out")
     network, flow = choose_network(config.network), choose_flow(config)
     if (config.program.one_step or issubclass(flow.target, FlowMap)) and not takes_interval(network.target):
         needed = "has no input r, the end of an interval, which a one-step generator needs: train only a rectified flow"
@@ -174,10 +170,6 @@ def _open_data(config: TrainConfig, found: Any) -> Any:
     if not isinstance(found, ImageSource):
         return found
     pictures = open_data(config.run_data, found)
-    unequal = [name for name, column in pictures.columns.items() if not isinstance(column.kind, Labels)]
-    if config.flow.coupling == "ot" and unequal:
-        equal = f"--coupling ot pairs only rows with equal conditions, and {unequal[0]} differs in most rows"
-        raise UsageError(f"{equal}: leave out --coupling")
     # Different numbers of pictures would desynchronise the processes.
     facts = {"the number of pictures": len(pictures), "their fingerprint": pictures.fingerprint}
     check_equal(PartialState(), lambda: facts)
@@ -243,9 +235,7 @@ def start_from(origin: Path | None, run: TrainingConfig, flow: Flow) -> None:
     if 2 * fits <= total:
         fitting = f"{fits / total:.0%} of this network's weights would fit"
         raise UsageError(f"{source} is of another architecture ({fitting}): pass the --dim and --dim_mults of its run")
-    modules = sorted({name.rpartition(".")[0] for name in fresh})
-    rest = f"; not initialised: {', '.join(modules[:8])}" + ", ..." * (len(modules) > 8) if modules else ""
-    state.print(line("start from", f"{source}: {fits:,} of {total:,} weights{rest}"))
+    state.print(line("start from", f"{source}: {fits:,} of {total:,} weights"))
 
 
 def check_sides(config: TrainConfig, space: Space) -> None:
@@ -259,8 +249,7 @@ def check_sides(config: TrainConfig, space: Space) -> None:
     if name_of(config.network.network) == UNET and common % divisor > 0:
         kind = "pictures" if space.autoencoder is None else "latents"
         problem = f"--image_size {size} gives {kind} of {size_text(width, height)}, not divisible by {divisor}"
-        multiple = divisor * (size // common)
-        remedy = f"pass {max(1, round(size / multiple)) * multiple}"
+        remedy = f"pass a multiple of {divisor * (size // common)}"
         raise UsageError(f"{problem}, as the {levels} levels of --dim_mults require: {remedy}")
 
 
@@ -291,10 +280,6 @@ def hold_out_pictures(pictures: ImageDataset, config: TrainConfig) -> Split | No
         state.print(line("held out", f"nothing, as --holdout {share:g} leaves {split.problem}"))
         return None
     state.print(line("held out", split))
-    lost = np.setdiff1d(pictures.labels, [-1, *pictures.labels[split.training]])  # -1 is no class
-    if config.network.use_cfg and len(lost) > 0:
-        named = name_some([pictures.class_names[label] for label in lost])
-        state.print(f"warning: no training pictures in {len(lost)} of the classes: {named}")
     return split
 
 
@@ -314,7 +299,4 @@ def build_heldout_hook(
     if not config.evaluate_every and not config.stop_when_memorising:
         # In a step, the backward pass costs twice as much as the forward pass.
         every = max(every, ceil(pictures.passes / (3 * batch.total * MEASURED_SHARE)))
-    if config.stop_when_memorising and config.evaluate_every != 0 and ceil(total / every) <= PATIENCE:
-        made = f"--evaluate_every {every} makes {ceil(total / every)} in {total} steps"
-        raise UsageError(f"--stop_when_memorising needs {PATIENCE + 1} measurements, but {made}: lower it")
     return HeldOutHook(pictures, every, stops=config.stop_when_memorising)

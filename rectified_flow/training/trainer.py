@@ -146,7 +146,7 @@ class Trainer:
                 self.total_steps = self.config.total_steps(self.batch, self.length, state.step, state.images_seen)
             if self.state.step >= self.total_steps:
                 text = f"already trained {self.state.step} of {self.total_steps} steps ({path})"
-                self.run.print(f"{text}; raise --train_num_steps or --num_epochs, or pass --budget +30m, to continue")
+                self.run.print(f"{text}; raise --train_num_steps or --num_epochs to continue")
                 distributed.on_main(self.accelerator, self.run.write_status)
                 return True
             with explain_loader_errors(), self.run.opened():

@@ -106,8 +106,6 @@ def test_without_a_length_a_run_on_ones_own_pictures_takes_an_hour(capsys: pytes
     [
         ("--budget 1m --train_num_steps 5", "--budget and --train_num_steps exclude each other: pass one"),
         ("--one_step --num_epochs 3", "--one_step and --num_epochs exclude each other: pass one"),
-        ("--budget +5m --num_epochs 3", "--budget and --num_epochs exclude each other: pass one"),
-        ("--budget +5m --one_step", r"--one_step and --budget \+5m exclude each other"),
         ("--budget 1h --resume runs/old", "--budget excludes --resume PATH, which keeps the length of that run: pass"),
         ("--budget 2s", "--budget 2s is too short: a step of 8 images takes 32.0 s on this machine"),
         *(
@@ -193,22 +191,6 @@ def save(run: Path, step: int, flags: dict[str, object]) -> None:
     checkpoint.save(
         run / "checkpoints", step, {}, {checkpoint.CONFIG_FILE: {"data": {}, "flow": {}, "training": flags}}
     )
-
-
-def test_a_finished_run_is_extended_by_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = f"--output_dir {tmp_path}"
-    with pytest.raises(UsageError, match=r"--budget \+30m continues a run, and"):
-        chosen(800, f"{run} --budget +30m")
-    began = chosen(800, f"{run} --budget 1h")
-    steps = int(str(began["train_num_steps"]))
-    save(tmp_path, 10, began)
-    assert chosen(800, f"{run} --budget +30m") == began
-    assert f"the run is unfinished and is only trained to its last step, {steps:,}" in capsys.readouterr().out
-    save(tmp_path, steps, began)
-    longer = int(str(chosen(800, f"{run} --budget +30m")["train_num_steps"]))
-    assert longer == pytest.approx(1.5 * steps, rel=0.01)
-    save(tmp_path, steps + 5, began | {"train_num_steps": longer})
-    assert chosen(800, f"{run} --budget +30m")["train_num_steps"] == longer, "killed on the way, it is extended once"
 
 
 def test_stratified_times_are_not_chosen_for_other_flows_or_times() -> None:

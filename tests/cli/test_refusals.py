@@ -65,7 +65,6 @@ REFUSALS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ],
     (TRAIN, COLUMNS): [
         ("--condition_on text --text_tokens 4", "--text_tokens needs --text_encoder"),
-        ("--condition_on size --coupling ot", "--coupling ot pairs only rows with equal conditions, and size differs"),
     ],
     (TRAIN, TRANSLATION): [
         ("--source_path {tmp}/nowhere", "--source_path {tmp}/nowhere is not a folder"),
@@ -75,7 +74,6 @@ REFUSALS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ),
         ("--source_path {paired.data}/from --degrade grey", "--source_path and --degrade exclude each other"),
         ("--source_path {paired.data}/from --output_dir {paired.data}/from/run", "lies inside --source_path"),
-        ("--source_path {paired.data}/from --source_as condition --source_noise 0.2", "--source_noise has no effect"),
         ("--paired", "--paired needs --source_path"),
         ("--source_as start", "--source_as needs --source_path or --degrade"),
         ("--source_path {paired.data}/from --paired --coupling ot", "--paired and --coupling exclude each other"),
