@@ -1,7 +1,6 @@
 """A folder of fields: measured values in files, with or without a subfolder per class."""
 
-import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from rectified_flow.errors import UsageError, first_line
 from rectified_flow.measurements.files import (
     FIELD_SUFFIXES,
     Array,
-    Field,
+    FieldFormat,
     StoreBits,
     fit_field,
     is_measured,
@@ -35,25 +34,18 @@ class FieldRows(PictureRows):
 
     def __init__(self, framing: Framing, space: Fields) -> None:
         super().__init__(framing)
-        if framing.alpha:
-            raise UsageError("--alpha is for pictures: measurements keep all channels; leave it out")
         self.space, channels = space, space.files["channels"]
         stored = f"images.{space.dtype}", (channels, *framing.stored_size[::-1])
         self.key = ("space", stored, tuple(space.files.values()))
         self.low, self.high, self.has_missing = np.full(channels, np.inf), np.full(channels, -np.inf), False
 
     def fit(self, image: Array) -> tuple[Row, tuple[int, int]]:
-        """Return the row of a field ``[c, h, w]``, and its width and height [px].
-
-        Raises:
-            ValueError: if a value becomes infinite.
-        """
-        fitted = fit_field(image, self.framing.stored_size, pad=self.framing.crop == "none")
+        """Return the row of a field ``[c, h, w]``, and its width and height [px]."""
         with np.errstate(over="ignore"):
-            stored = fitted.astype(self.space.dtype)
-        if np.isinf(stored).any():
-            raise ValueError(f"its values reach {np.nanmax(np.abs(fitted)):.3g}, too large for {self.space.dtype}")
-        return stored, (image.shape[2], image.shape[1])
+            row = fit_field(image, self.framing.stored_size, pad=self.framing.crop == "none").astype(self.space.dtype)
+        if np.isinf(row).any():
+            raise ValueError(f"it holds an infinite value, or one too large for {self.space.dtype}; write NaN instead")
+        return row, (image.shape[2], image.shape[1])
 
     def add(self, row: Row) -> None:
         """Add the values of a row to the range of each channel."""
@@ -62,15 +54,10 @@ class FieldRows(PictureRows):
         self.high = np.fmax(self.high, np.fmax.reduce(row, axis=(1, 2)))
 
     def info(self, name: str, sizes: set[tuple[int, int]]) -> dict[str, Any]:
-        """Return the space of the rows: the format of the files, and the range of the values.
-
-        Raises:
-            UsageError: if a channel has no known values, or a single one.
-        """
-        for number, (least, most) in enumerate(zip(self.low, self.high, strict=True), 1):
-            if not least < most:
-                found = "no known value" if least > most else f"the value {least:g} everywhere"
-                raise UsageError(f"channel {number} of {name} has {found}: remove the channel from the files")
+        """Return the space of the rows: the format of the files, and the range of the values."""
+        constant = np.flatnonzero(~(self.low < self.high)) + 1
+        if len(constant):
+            raise UsageError(f"channel {constant[0]} of {name} has one value, or none: remove it from the files")
         # The size of a pixel, a tag of the files, is no longer true if fields are resized.
         files = self.space.files | ({} if sizes == {self.framing.stored_size} else {"pixel_size": None})
         shape, scale = (len(self.low), *self.framing.shape[1:]), {"low": self.low.tolist(), "high": self.high.tolist()}
@@ -89,39 +76,27 @@ class FieldFolder(FileFolder):
             the shape of the first.
         store_bits: most bits of a stored value: 16 rounds floats and 32-bit integers to float16.
         options: further arguments of :class:`FileFolder`.
-
-    Attributes:
-        format: how the files hold their fields.
-        notes: lines on the shape of the arrays, on files that are not read, and on files without a class.
-
-    Raises:
-        UsageError: if the folder cannot be read or contains no fields, the axis of the channels is ambiguous, or a
-            package is missing.
     """
 
-    suffixes, other_suffixes = FIELD_SUFFIXES, (IMAGE_SUFFIXES | OTHER_SUFFIXES) - FIELD_SUFFIXES
+    suffixes, other_suffixes = FIELD_SUFFIXES, (IMAGE_SUFFIXES | OTHER_SUFFIXES | {".npz"}) - FIELD_SUFFIXES
     kind, space_name = "fields", Fields.__name__
 
     def __init__(
         self, path: Path, *, channels_last: bool | None = None, store_bits: StoreBits = 32, **options: Any
     ) -> None:
         super().__init__(path, **options)
-        first = self._first_field(channels_last)
-        self.format, self._types = first.format, (first.format.dtype, first.file_type)
-        if first.format.suffix in (".npy", ".npz") and not first.format.two_dimensional:
-            channels_last = first.format.channels_last
+        values, self.format, file_type = self._first_field(channels_last)
+        self._types = self.format.dtype, file_type
+        if self.format.suffix == ".npy" and not self.format.two_dimensional:
+            channels_last = self.format.channels_last
         self.channels_last, self.store_bits = channels_last, store_bits
-        _, height, width = first.values.shape
+        _, height, width = values.shape
         self._size = width, height
         self.notes.append(f"read {self.format.suffix} files as {self.format}, {width} x {height} px")
         self.fingerprint = f"{self.fingerprint} fields {channels_last}"
 
     def read(self, file: Path) -> Array:
-        """Return a field ``[c, h, w]``; NaN is unknown.
-
-        Raises:
-            Exception: of many types, if the file is broken.
-        """
+        """Return a field ``[c, h, w]``; NaN is unknown."""
         values, found, _ = read_field(file, self.channels_last)
         # A file without a mark for unknown values is read like the first, which has one.
         if found.channels != self.format.channels or found.dtype not in self._types:
@@ -145,31 +120,21 @@ class FieldFolder(FileFolder):
 
     @classmethod
     def claim(cls, files: Sequence[Path]) -> tuple[bool, list[Path]]:
-        """Return whether most files of a folder are measurements, by the headers of some, and some measurements.
-
-        Files ``NAME*.npz`` beside a picture ``NAME`` are the caches of other programs.
-        """
+        """Return whether most files of a folder are measurements, by the headers of some, and some measurements."""
         pictures = [*filter(is_image, files)]
-        stems = {(file.parent, file.stem) for file in pictures}
-        arrays = [file for file in files if file.suffix.lower() in (".npy", ".npz") and not _is_cache(file, stems)]
         sampled = pictures[:: 1 + len(pictures) // SAMPLED]
         measured = [*filter(is_measured, sampled)]
-        return len(arrays) > len(pictures) or 2 * len(measured) > len(sampled), measured
+        arrays = sum(file.suffix.lower() == ".npy" for file in files)
+        return arrays > len(pictures) or 2 * len(measured) > len(sampled), measured
 
-    def _first_field(self, channels_last: bool | None) -> Field:
+    def _first_field(self, channels_last: bool | None) -> tuple[Array, FieldFormat, str]:
         """Return the first field that can be read."""
         problems = list[str]()
         for file in self.files:
             try:
                 return read_field(file, channels_last)
-            except UsageError:  # a package is missing, or the shape is ambiguous
+            except (UsageError, ImportError):  # the shape is ambiguous, or a package is missing
                 raise
             except Exception as error:  # decoders raise exceptions of many types
-                problems.append(f"{printable(file)} ({getattr(error, 'strerror', None) or first_line(error)})")
+                problems.append(f"{printable(file)} ({first_line(error)})")
         raise UsageError(f"--dataset_path {self.path} holds no field that can be read; the first is {problems[0]}")
-
-
-def _is_cache(file: Path, stems: Collection[tuple[Path, str]]) -> bool:
-    """Return whether an archive of arrays has the name of a picture beside it, and a suffix such as ``_sd``."""
-    ends = [found.start() for found in re.finditer(r"[\W_]", file.stem)] + [len(file.stem)]
-    return file.suffix.lower() == ".npz" and any((file.parent, file.stem[:end]) in stems for end in ends)

@@ -23,12 +23,14 @@ from rectified_flow.spaces.augmentation import augmented
 from rectified_flow.spaces.pixels import cropped, mirrored
 from rectified_flow.spaces.space import RGB, Space
 
+if TYPE_CHECKING:
+    from rectified_flow.system.pictures import Legend
+
 
 class Transform(ABC):
     """An increasing, differentiable function of a value in physical units, with its inverse.
 
-    Register a subclass and keep its constructor's arguments as attributes, and ``--transform`` and checkpoints can name
-    it.
+    Register a subclass and keep its constructor's arguments as attributes, and flags and checkpoints can name it.
     """
 
     @abstractmethod
@@ -93,27 +95,11 @@ class Asinh(Transform):
         return self.scale * torch.sinh(values)
 
 
-@register
-class Sqrt(Transform):
-    """The square root, which evens out the noise of counts; for values below 0, minus that of their magnitude."""
-
-    def __call__(self, values: Tensor) -> Tensor:
-        """Return ``sqrt(v)``, and ``-sqrt(-v)`` below 0."""
-        return values.sign() * values.abs().sqrt()
-
-    def inverse(self, values: Tensor) -> Tensor:
-        """Return ``y |y|``."""
-        return values * values.abs()
-
-
-if TYPE_CHECKING:
-    from rectified_flow.system.pictures import Legend
-
 LEVELS = 256
 OUTSIDE = 0.01  # margin beyond the range within which values are not marked, as a share of the range
+MAX_VALUES = 2**24  # number of stored values from which percentiles are taken
 BELOW, ABOVE, UNKNOWN = (0, 160, 255), (255, 0, 0), (127, 127, 127)
 """Colours of values below and above the range, and of unknown ones."""
-MAX_VALUES = 2**24  # number of stored values from which percentiles are taken
 
 
 @register
@@ -139,9 +125,6 @@ class Fields(Space):
         files: the format of the files that fields come from, and are written to
             (:class:`rectified_flow.measurements.files.FieldFormat`); by default ``[c, h, w]`` in ``.npy``.
         sources: the space of the sources of a translation, if they have a scale of their own.
-
-    Raises:
-        ValueError: if there is not one range for each channel, a range is empty, or ``show`` names no channels.
     """
 
     metrics = ("spectra",)
@@ -165,8 +148,6 @@ class Fields(Space):
         plain = {"suffix": ".npy", "dtype": self.dtype, "channels": channels, "channels_last": False}
         self.files = {**plain, **self.files}
         self.suffix: str = self.files["suffix"]
-        if not len(self.low) == len(self.high) == channels:
-            raise ValueError(f"low and high must have {channels} values, one for each channel")
         numbers, _, name = self.show.partition(":")
         self.shown = [int(number) - 1 for number in numbers.split(",") if number.isdecimal()]
         """Numbers of the channels that are rendered, from 0."""
@@ -176,12 +157,11 @@ class Fields(Space):
         if len(self.shown) == 1:
             colour_map(self._colour_map)  # raises an error for an unknown name
         bottom, top = self.transform(torch.tensor([self.low, self.high], dtype=torch.float64))
+        if not ((top > bottom) & (top - bottom).isfinite()).all():
+            ends = f"the ranges are {self.low} to {self.high}"
+            raise ValueError(f"{ends}: pass MIN below MAX, both with a finite {type(self.transform).__name__}")
         scales = torch.stack((2 / (top - bottom), -(top + bottom) / (top - bottom))).float()[..., None, None]
         self._scale, self._offset = scales
-        for number, (least, most) in enumerate(zip(self.low, self.high, strict=True)):
-            if not scales[:, number].isfinite().all() or scales[0, number] < 0:
-                ends = f"the range of channel {number + 1} is from {least:g} to {most:g}"
-                raise ValueError(f"{ends}: pass MIN below MAX, both with a finite {type(self.transform).__name__}")
 
     @classmethod
     def of(
@@ -202,14 +182,10 @@ class Fields(Space):
             shape: shape of which the last two are the height and the width.
             value_range: range that is scaled to [-1, 1]: ``measured``, ``percentile:P``, ``MIN,MAX`` for all channels,
                 or ``MIN,MAX,MIN,MAX,...`` for each.
-            transform: transform before scaling: ``linear``, ``log``, ``asinh:SCALE``, ``sqrt``, or a registered one.
+            transform: transform before scaling: ``linear``, ``log``, ``asinh:SCALE``, or a registered one.
             show: channels to show, see :class:`Fields`; by default their type decides.
             horizontal_flip: mirror half of the training fields.
             augmentation: probability of each change to a training field.
-
-        Raises:
-            UsageError: if the source has no measurements, or an option does not suit the values.
-            ValueError: if the range of a channel is empty, or ``show`` names no channels.
         """
         stored, partner = getattr(source, "space", None), getattr(source, "source", None)
         if not isinstance(stored, Fields):
@@ -353,39 +329,27 @@ class Fields(Space):
         if not data.is_floating_point():
             values = values + randomness.rand("dequantisation", values.shape, values.device) - 0.5
         log_slope = self.transform.log_slope(values) + self._scale.to(values.device).log()
-        log_volume = log_slope.double().flatten(1).mean(dim=1).cpu() / log(2)
-        if not log_volume.isfinite().all():
-            raise UsageError("--metric likelihood needs a transform with finite slopes, unlike sqrt at 0")
-        return self.encode(values), log_volume
+        return self.encode(values), log_slope.double().flatten(1).mean(dim=1).cpu() / log(2)
 
 
 def range_of(text: str, stored: Fields, images: Array | None) -> tuple[Sequence[float], Sequence[float]]:
-    """Return the values of each channel that become -1 and 1.
+    """Return the values of each channel that become -1 and 1, by a ``value_range`` of :meth:`Fields.of`.
 
-    Args:
-        text: see :meth:`Fields.of`.
-        stored: the space of the stored fields, with the range of their values.
-        images: the stored fields ``[n, c, h, w]``, if there is a store already.
-
-    Raises:
-        UsageError: if the text names no range.
+    ``images`` are the stored fields ``[n, c, h, w]``, if there is a store already.
     """
-    name, _, share = text.partition(":")
-    percent, channels = as_number(share) if name == "percentile" else None, len(stored.low)
-    if percent is not None and 0 <= percent < 50:
-        if images is None:  # the values are read later
-            return stored.low, stored.high
-        pixels = images.reshape(*images.shape[:2], -1)
+    name, _, percent = text.partition(":")
+    if name == "percentile" and images is not None:
+        least, pixels = as_number(percent) or 0, images.reshape(*images.shape[:2], -1)
         some = pixels[..., :: 1 + pixels.size // MAX_VALUES].astype(np.float64)  # from every field
-        low, high = np.nanpercentile(some, [percent, 100 - percent], axis=(0, 2)).tolist()
+        low, high = np.nanpercentile(some, [least, 100 - least], axis=(0, 2)).tolist()
         return low, high
-    if text == "measured":
+    if name in ("measured", "percentile"):  # the values are read later
         return stored.low, stored.high
     numbers = [number for part in text.split(",") if (number := as_number(part)) is not None]
-    if len(numbers) != len(text.split(",")) or len(numbers) not in (2, 2 * channels):
-        choices = "measured, percentile:P with P below 50, MIN,MAX, or MIN,MAX for each channel"
+    if len(numbers) not in (2, 2 * len(stored.low)):
+        choices = "measured, percentile:P, MIN,MAX, or MIN,MAX for each channel"
         raise UsageError(f"--space value_range={text} must be {choices}")
-    numbers *= 2 * channels // len(numbers)
+    numbers *= 2 * len(stored.low) // len(numbers)
     return numbers[::2], numbers[1::2]
 
 
@@ -398,17 +362,11 @@ def default_show(how: FieldFormat) -> str:
 
 @cache
 def colour_map(name: str) -> Tensor:
-    """Return the colours of a colour map of matplotlib, uint8 ``[256, 3]``.
-
-    Raises:
-        ValueError: if matplotlib has no such colour map.
-    """
+    """Return the colours of a colour map of matplotlib, uint8 ``[256, 3]``."""
     if name == "grey":
         return torch.arange(LEVELS, dtype=torch.uint8)[:, None].expand(-1, RGB).contiguous()
     import matplotlib  # takes a second to import
 
-    try:
-        table = matplotlib.colormaps[name](range(LEVELS), bytes=True)
-    except KeyError as error:
-        raise ValueError(f"matplotlib has no colour map {name}: pass viridis, magma or grey") from error
-    return torch.from_numpy(table[:, :RGB].copy())
+    if name not in matplotlib.colormaps:
+        raise ValueError(f"matplotlib has no colour map {name}: pass viridis, magma or grey")
+    return torch.from_numpy(matplotlib.colormaps[name](range(LEVELS), bytes=True)[:, :RGB].copy())

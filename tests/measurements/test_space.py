@@ -16,12 +16,11 @@ from rectified_flow.measurements.space import (
     Fields,
     Linear,
     Log,
-    Sqrt,
     Transform,
     colour_map,
 )
 
-TRANSFORMS = [Linear(), Log(), Asinh(0.5), Sqrt()]
+TRANSFORMS = [Linear(), Log(), Asinh(0.5)]
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
@@ -74,9 +73,8 @@ def test_three_channels_as_colours() -> None:
     [
         ({"show": "3"}, "names no channels from 1 to 2"),
         ({"show": "1:rainbows"}, "no colour map rainbows"),
-        ({"low": (0.0, 1.0), "high": (1.0, 1.0)}, "the range of channel 2 is from 1 to 1"),
-        ({"low": (0.0,), "high": (1.0,)}, "low and high must have 2 values"),
-        ({"low": (0.0, 1.0), "high": (1.0, 2.0), "transform": Log()}, "channel 1 is from 0 to 1: .* a finite Log"),
+        ({"low": (0.0, 1.0), "high": (1.0, 1.0)}, r"ranges are \(0.0, 1.0\) to \(1.0, 1.0\): pass MIN below MAX"),
+        ({"low": (0.0, 1.0), "high": (1.0, 2.0), "transform": Log()}, "both with a finite Log"),
     ],
 )
 def test_bad_arguments(how: dict[str, object], sentence: str) -> None:
