@@ -5,7 +5,7 @@
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import cache
+from functools import cache, partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -46,31 +46,18 @@ class Autoencoder(ABC):
     def shape_of(self, height: int, width: int | None = None) -> tuple[int, ...]:
         """Return the shape ``(k, c, h, w)`` of an encoded picture: a mean, and for ``k = 2`` a standard deviation.
 
-        The shape is found on torch's meta device, where nothing is computed.
-
-        Args:
-            height: height of the picture [px].
-            width: width of the picture [px]; by default, the picture is square.
-
-        Raises:
-            UsageError: if latents do not decode to the same sides.
+        The shape is found on torch's meta device, where nothing is computed. Without ``width``, the picture is square.
         """
         pictures = torch.zeros(1, 3, height, width or height, device="meta")
-        decoded = None
         with suppress(RuntimeError):  # a side is not divisible
             mean, std = self.encode(pictures)
-            decoded = self.decode(mean)
-        if decoded is None or decoded.shape != pictures.shape:
-            size = f"--image_size {min(pictures.shape[2:])}"
-            raise UsageError(f"{size} cannot be halved as often as --autoencoder {self.name} does: pass a power of two")
-        return 1 if std is None else 2, *mean.shape[1:]
+            if self.decode(mean).shape == pictures.shape:
+                return 1 if std is None else 2, *mean.shape[1:]
+        size = f"--image_size {min(pictures.shape[2:])}"
+        raise UsageError(f"{size} cannot be halved as often as --autoencoder {self.name} does: pass a power of two")
 
     def prepare(self, device: torch.device) -> None:  # noqa: B027, as most have nothing to load
-        """Load the weights, if there are any, onto ``device``.
-
-        Raises:
-            UsageError: if they are missing.
-        """
+        """Load the weights, if there are any, onto ``device``."""
 
 
 def in_float32(x: Tensor) -> AbstractContextManager[Any]:
@@ -134,37 +121,23 @@ def _without_frames(x: Tensor) -> Tensor:
 
 @cache
 def _load(source: str, *, weights: bool = True) -> nn.Module:
-    """Return the module, shared by all flows of this process; without weights it is on the meta device.
-
-    Raises:
-        UsageError: if the settings and weights do not fit each other or the installed version of diffusers.
-    """
+    """Return the module, shared by all flows of this process; without weights it is on the meta device."""
     kind, config, subfolder = _find(source)
     how: dict[str, Any] = {"subfolder": subfolder, "torch_dtype": torch.float32, "use_safetensors": True}
     try:
         if not weights:
             with torch.device("meta"):
                 return kind.from_config(config).eval()
-        module, found = kind.from_pretrained(source, output_loading_info=True, **how)
-        if found["missing_keys"]:
-            raise ValueError(f"its weights lack {found['missing_keys'][:1]}")
-        return module.eval().requires_grad_(False)
+        return kind.from_pretrained(source, **how).eval().requires_grad_(False)
     except Exception as error:  # of any type: diffusers builds a module from files that anyone may have written
         raise UsageError(f"--autoencoder {source} cannot be loaded ({first_line(error)}): download it again") from error
 
 
 @cache
 def _find(source: str) -> tuple[Any, dict[str, Any], str | None]:
-    """Return the class of diffusers, its settings, and the subfolder where they are.
+    """Return the class of diffusers, its settings, and the subfolder where they are."""
+    import diffusers  # takes seconds
 
-    Raises:
-        UsageError: if there is no autoencoder of diffusers.
-    """
-    try:
-        import diffusers  # takes seconds
-    except ModuleNotFoundError as error:
-        raise UsageError(f"--autoencoder {source} needs diffusers: pip install diffusers") from error
-    config: dict[str, Any] = {}
     for subfolder in ("vae", None):  # a pipeline has its autoencoder in a subfolder
         try:
             config = diffusers.AutoModel.load_config(source, subfolder=subfolder)
@@ -199,33 +172,12 @@ class SmallNetwork(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.encoder = nn.Sequential(
-            nn.PixelUnshuffle(4),
-            nn.Conv2d(48, 64, 3, padding=1),
-            _Block(64),
-            nn.PixelUnshuffle(2),
-            nn.Conv2d(256, 128, 1),
-            _Block(128),
-            _Block(128),
-            nn.SiLU(),
-            nn.Conv2d(128, CHANNELS, 3, padding=1),
-        )
-        self.decoder = nn.Sequential(
-            nn.Conv2d(CHANNELS, 128, 3, padding=1),
-            _Block(128),
-            _Block(128),
-            nn.Conv2d(128, 256, 1),
-            nn.PixelShuffle(2),
-            _Block(64),
-            _Block(64),
-            _Block(64),
-            nn.Conv2d(64, 96, 1),
-            nn.PixelShuffle(2),
-            _Block(24),
-            nn.SiLU(),
-            nn.Conv2d(24, 12, 3, padding=1),
-            nn.PixelShuffle(2),
-        )
+        conv = partial(nn.Conv2d, kernel_size=3, padding=1)
+        down = [nn.PixelUnshuffle(4), conv(48, 64), _Block(64), nn.PixelUnshuffle(2), nn.Conv2d(256, 128, 1)]
+        self.encoder = nn.Sequential(*down, _Block(128), _Block(128), nn.SiLU(), conv(128, CHANNELS))
+        up = [conv(CHANNELS, 128), _Block(128), _Block(128), nn.Conv2d(128, 256, 1), nn.PixelShuffle(2)]
+        up += [_Block(64), _Block(64), _Block(64), nn.Conv2d(64, 96, 1), nn.PixelShuffle(2)]
+        self.decoder = nn.Sequential(*up, _Block(24), nn.SiLU(), conv(24, 12), nn.PixelShuffle(2))
 
     def encode(self, pictures: Tensor) -> Tensor:
         """Return the latents, between -3 and 3."""

@@ -37,9 +37,6 @@ class StoredLatents(Space):
         shape: ``(c, ...)``.
         mean: mean of each channel; 0 if not given.
         std: standard deviation of each channel, by which latents are divided; 1 if not given.
-
-    Raises:
-        ValueError: if the number of means or standard deviations is not the number of channels.
     """
 
     key = "latents"
@@ -48,8 +45,6 @@ class StoredLatents(Space):
         self.shape = tuple(shape)
         self.mean = list(mean) or [0.0] * self.shape[0]
         self.std = list(std) or [1.0] * self.shape[0]
-        if not len(self.mean) == len(self.std) == self.shape[0]:
-            raise ValueError(f"{len(self.mean)} means and {len(self.std)} deviations for {self.shape[0]} channels")
         self._placed: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def augment(self, data: Tensor) -> tuple[Tensor, Values]:
@@ -76,12 +71,6 @@ class StoredLatents(Space):
         """Return latents on the scale of the autoencoder, float32."""
         mean, std = self._scales(x.device)
         return x.float() * std + mean
-
-    def problem_with(self, data: Tensor) -> str | None:
-        """Return a sentence on latents of another shape or that are not finite, or None."""
-        if tuple(data.shape[3:]) != self.shape:
-            return f"stored latents are {tuple(data.shape[3:])}, and those of the autoencoder {self.shape}"
-        return None if data.isfinite().all() else "latents are not finite"
 
     def _scales(self, device: torch.device) -> tuple[Tensor, Tensor]:
         if device not in self._placed:  # once, as a copy to the device waits for it
@@ -121,11 +110,7 @@ class Latents(StoredLatents):
 
     @classmethod
     def of(cls, autoencoder: Sequence[str], shape: Shape) -> "Latents":
-        """Build the space for pictures ``(c, h, w)`` and the autoencoder of the flags; scales are measured later.
-
-        Raises:
-            UsageError: if it does not exist, or the size of the pictures does not suit it.
-        """
+        """Build the space for pictures ``(c, h, w)`` and the autoencoder of the flags; scales are measured later."""
         name, options = split_part(autoencoder)
         part = ["Small" if name == "small" else name, *options]
         is_registered = bool(options) or part[0] in names(Autoencoder)
@@ -152,11 +137,7 @@ class Latents(StoredLatents):
         return RGB, *(self.image_size * side // min(sides) for side in sides)
 
     def scaled_like(self, other: Space) -> Space:
-        """Return the other space of latents with the autoencoder of this space, whose folder may have moved.
-
-        Raises:
-            UsageError: if the other space has another autoencoder.
-        """
+        """Return the other space of latents with the autoencoder of this space, whose folder may have moved."""
         assert isinstance(other, Latents)  # a teacher's run has the autoencoder of this one
         if other.autoencoder.fingerprint != self.autoencoder.fingerprint:
             raise UsageError(f"--autoencoder {self.autoencoder.name} is not the teacher's autoencoder: leave it out")
@@ -259,7 +240,6 @@ def encode_pictures(pictures: ImageDataset, autoencoder: Autoencoder, *, mirrore
 
     Raises:
         UsageError: if the images do not suit the autoencoder, or the folder of the store cannot be written.
-        RunError: if the disk is full.
     """
     info, state = pictures.info, PartialState()
     framing = info.framing or Framing(info.image_size, info.image_size)
@@ -272,10 +252,7 @@ def encode_pictures(pictures: ImageDataset, autoencoder: Autoencoder, *, mirrore
     def make(numbers: Sequence[int]) -> Mapping[str, Tensor]:
         images = pictures.read_batch(numbers)["images"].to(state.device)
         variants = [images, images.flip(-1)][: 1 + mirrored]
-        latents = torch.cat([space.from_pictures(each) for each in variants], dim=1).half()
-        if not latents.isfinite().all():
-            raise UsageError(f"--autoencoder {autoencoder.name} gives latents of {info.source} that are not finite")
-        return {"latents": latents}
+        return {"latents": torch.cat([space.from_pictures(each) for each in variants], dim=1).half()}
 
     def document() -> dict[str, Any]:
         mean, std = channel_scales(writer.stage / LATENTS_FILE, writer.length, writer.shapes[LATENTS_FILE])

@@ -14,9 +14,7 @@ from rectified_flow.data.build import StoreWriter, claimed, fill, key_of
 from rectified_flow.data.store import StoreDataset
 from rectified_flow.errors import UsageError
 from rectified_flow.registry import register
-from rectified_flow.system.terminal import line
 from rectified_flow.text.encoders import (
-    MAX_BYTES,
     TEXTS_AT_ONCE,
     BagOfWords,
     EncoderProgram,
@@ -79,23 +77,16 @@ class Caption(WrittenCondition):
         return self.encoder.encode(texts, self.tokens)
 
     def parse(self, texts: Sequence[str]) -> Tensor:
-        """Return the encoded texts of a user; an empty text is "none".
-
-        Raises:
-            UsageError: if no word of a text is known.
-        """
-        values = self.encode(texts)
-        for text, unknown in zip(texts, values[:, 0].isnan().any(dim=1).tolist(), strict=True):
-            if unknown and text.strip():
-                raise UsageError(f"no word of {text!r} occurs in the training captions: use other words")
-        empty = torch.tensor([not text.strip() for text in texts], dtype=torch.bool)
+        """Return the encoded texts of a user; an empty text is "none", and one without known words is an error."""
+        values, empty = self.encode(texts), torch.tensor([not text.strip() for text in texts])
+        for row in (values[:, 0].isnan().any(dim=1) & ~empty).nonzero():
+            raise UsageError(f"no word of {texts[row]!r} occurs in the training captions: use other words")
         return values.masked_fill(empty[:, None, None], torch.nan)
 
     def stored(self, texts: Sequence[str], folder: Path, state: Any) -> "EncodedTexts":
         """Return the encoded texts of a column, from a store in the folder if the encoder has weights. Collective.
 
-        Encoding resumes after a kill. Captions that are longer than the encoder or ``tokens`` allow are cut, and their
-        number is printed.
+        Encoding resumes after a kill. Captions that are longer than the encoder or ``tokens`` allow are cut.
         """
         encoder, encoded = self.encoder, EncodedTexts(self, texts)
         if not isinstance(encoder, PretrainedTextEncoder):
@@ -108,10 +99,6 @@ class Caption(WrittenCondition):
             return {"captions": encoded[numbers].half()}
 
         def describe() -> dict[str, Any]:
-            long = max(encoder.count_tokens(texts))
-            most = min(self.tokens, encoder.most_tokens) if self.tokens else encoder.most_tokens
-            if long > most:
-                state.print(line("captions", f"cut to {most} tokens; the longest has {long}"))
             return {"source": f"captions by {encoder.name}", "image_size": 1}
 
         with claimed(writer) as is_missing:
@@ -143,20 +130,11 @@ class Caption(WrittenCondition):
         return {"kind": "caption", **sizes, "encoder": self.encoder.exported()}
 
     def companion(self, *, is_page: bool) -> Any:
-        """Return the program of the text encoder (:class:`EncoderProgram`), or None for a bag of words.
-
-        Raises:
-            UsageError: if it is too large for a file, or the page cannot run it.
-        """
+        """Return the program of the text encoder (:class:`EncoderProgram`), or None for a bag of words."""
         encoder = self.encoder
         if is_page and encoder.exported() is None:
             raise UsageError(f"--format page cannot run the text encoder {encoder.name}: pass --format onnx")
-        if not isinstance(encoder, PretrainedTextEncoder):
-            return None
-        size = sum(parameter.numel() * 4 for parameter in encoder.parts[1].parameters())
-        if size > MAX_BYTES:
-            raise UsageError(f"the text encoder {encoder.name} has {size / 1e9:.1f} GB, too many for one file in ONNX")
-        return EncoderProgram(encoder, self.examples)
+        return EncoderProgram(encoder, self.examples) if isinstance(encoder, PretrainedTextEncoder) else None
 
     def embedding(self, dim: int) -> nn.Module:
         """Return a module that embeds the vector of a text as ``[b, dim]``."""

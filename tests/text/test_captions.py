@@ -29,8 +29,6 @@ def test_a_bag_of_words_counts_them() -> None:
     counts = torch.tensor([[1.0, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 1], [2, 1, 1, 0, 0, 0]])
     torch.testing.assert_close(bag.encode(TEXTS)[:, 0], counts / counts.norm(dim=1, keepdim=True))
     assert bag.encode(["purple"]).isnan().all()
-    with pytest.raises(UsageError, match="no words"):
-        BagOfWords.of(["?", "..."])
 
 
 def test_a_text_is_encoded_alike_alone_and_beside_longer_ones(encoder: PretrainedTextEncoder) -> None:
@@ -44,7 +42,6 @@ def test_a_text_is_encoded_alike_alone_and_beside_longer_ones(encoder: Pretraine
     assert tokens[5:].isnan().all(), "padding"
     mean = tokens[:5].mean(dim=0)
     torch.testing.assert_close(alone[0, 0], mean / mean.norm())
-    assert encoder.count_tokens(TEXTS) == [5, 5, 8]
     assert encoder.encode(["a " * 99], 20)[0, 1:].isfinite().all(dim=1).sum() == encoder.most_tokens == 12
 
 
