@@ -95,37 +95,23 @@ def is_registered(value: object) -> bool:
 
 
 def describe(value: object) -> dict[str, Any]:
-    """Describe an object of a registered class as JSON can hold it.
-
-    Raises:
-        UsageError: if the value or one of its arguments is neither plain data nor of a registered class.
-    """
+    """Describe an object of a registered class, with its constructor's arguments, as JSON can hold it."""
     kind = type(value).__name__
     if not is_registered(value):
         raise UsageError(f"{kind} is not registered: decorate it with @rectified_flow.register")
-    arguments = {}
-    for name in parameters_of(type(value)):
-        if not hasattr(value, name):
-            raise UsageError(f"{kind}.{name} does not exist: keep each constructor argument in an attribute")
-        arguments[name] = as_plain(getattr(value, name), f"{kind}.{name}")
+    arguments = {name: as_plain(getattr(value, name), f"{kind}.{name}") for name in parameters_of(type(value))}
     return {"kind": kind} | arguments
 
 
 def build(description: Mapping[str, Any]) -> Any:
-    """Build the object that :func:`describe` described; lists become tuples.
-
-    Raises:
-        UsageError: if a class is not registered, or its arguments are invalid.
-    """
+    """Build the object that :func:`describe` described; lists become tuples."""
     name = str(description.get("kind"))
     _import_rooms()
     kind = _REGISTERED[None].get(name)
     if kind is None:
         raise UsageError(f"the kind {name} is not registered: pass --import MODULE to register it")
-    arguments = {name: _built(value) for name, value in description.items() if name != "kind"}
     try:
-        _check_arguments(kind, arguments)
-        return kind(**arguments)
+        return kind(**{key: _built(value) for key, value in description.items() if key != "kind"})
     except Exception as error:  # of any type: the constructor may be a user's
         raise UsageError(f"{name} cannot be built from its description: {first_line(error)}") from error
 
@@ -157,35 +143,8 @@ def type_of(annotation: Any) -> Any:
     return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
 
 
-def _check_arguments(kind: type, arguments: dict[str, Any]) -> None:
-    """Check the names of the arguments, and for classes of this package the types, too; turn text into paths.
-
-    Classes outside of the package may have loose annotations, and check the values themselves.
-
-    Raises:
-        UsageError: if an argument is unknown or has another type.
-    """
-    from rectified_flow.system.files import misfit  # loads pydantic, which model code does without
-
-    parameters = parameters_of(kind)
-    for name, value in arguments.items():
-        if name not in parameters:
-            raise UsageError(f"it has no argument {name!r}; upgrade if a newer version wrote the description")
-        if kind.__module__.startswith(f"{__package__}."):
-            annotation = parameters[name].annotation
-            expected = type_of(annotation)
-            if isinstance(value, str) and Path in (expected, *get_args(expected)):
-                arguments[name] = Path(value)  # a description holds a path as text
-            if (problem := misfit(arguments[name], annotation)) is not None:
-                raise UsageError(f"{name} is {problem}")
-
-
 def as_plain(value: object, name: str) -> Any:
-    """Return the value called ``name`` in a form that JSON can store.
-
-    Raises:
-        UsageError: if the value is neither plain data nor an instance of a registered class.
-    """
+    """Return the value called ``name`` in a form that JSON can store."""
     if is_registered(value):
         return describe(value)
     if isinstance(value, _Plain):

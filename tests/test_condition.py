@@ -115,11 +115,8 @@ def test_values_are_read_as_a_user_writes_them() -> None:
     assert Labels(3, ("cat", "dog", "1")).parse(["dog", "0", "1"]).tolist() == [1, 0, 2], "a name before a number"
     with pytest.raises(UsageError, match="big is not a number"):
         Number((0.0, 1.0)).parse(["big"])
-    with pytest.raises(UsageError, match=r"perhaps dog\?"):
+    with pytest.raises(UsageError, match="dg does not exist: pass names like cat, dog, or numbers up to 1"):
         Labels(2, ("cat", "dog")).parse(["dg"])
-    for quantiles in ((1.0,), (2.0, 1.0)):
-        with pytest.raises(ValueError, match="ascending"):
-            Number(quantiles)
 
 
 def test_what_is_dropped_is_a_function_of_the_row() -> None:
