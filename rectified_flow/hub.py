@@ -10,11 +10,9 @@ from typing import Any
 
 from huggingface_hub import HfApi, ModelCard, ModelCardData, snapshot_download
 
-from rectified_flow.condition import chosen
-from rectified_flow.data.sources.synthetic_flowers import SYNTHETIC_FLOWERS
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import flags_in, name_of, plain, rules_of
-from rectified_flow.flows.flow import SOURCE, Flow, network_of
+from rectified_flow.flows.flow import Flow, network_of
 from rectified_flow.load import Trained, build_flow, read_results
 from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
@@ -118,30 +116,24 @@ def model_card(flow: Flow, *, metadata: Mapping[str, Any] | None = None, **texts
         texts: further values of the template: those of :func:`card_of_run`, ``repo_id``, the id of the model on the
             hub, and ``grid``, the name of a picture in the same folder.
     """
-    columns = {name: kind for name, kind in chosen(flow.conditions).items() if name not in ("labels", SOURCE)}
+    reads = any(getattr(kind, "is_text", False) for kind in flow.conditions.values())
+    task = "text-to-image" if reads else "unconditional-image-generation"
     module = None if type(flow).__module__.startswith("rectified_flow.") else type(flow).__module__
     return ModelCard.from_template(
-        ModelCardData(library_name=LIBRARY, pipeline_tag=task_of(flow), **(metadata or {})),
+        ModelCardData(
+            library_name=LIBRARY, pipeline_tag="image-to-image" if flow.takes_source else task, **(metadata or {})
+        ),
         template_path=str(CARD_TEMPLATE),
         kind=type(flow).__name__,
         module=module,
         noun=flow.space.noun,
         shape=["b", *(flow.space.shape or ())],
         sources=flow.takes_source,
-        classes=getattr(flow.conditions.get("labels"), "num_classes", None),
-        columns=", ".join(f"{name} ({type(kind).__name__.lower()})" for name, kind in columns.items()),
+        conditions=", ".join(f"{name} ({type(kind).__name__.lower()})" for name, kind in flow.conditions.items()),
         parameters=f"{sum(each.numel() for each in flow.network.parameters()) / 1e6:.1f}",
         config=json.dumps(describe(flow), indent=1),
         **texts,
     )
-
-
-def task_of(flow: Flow) -> str:
-    """Return the task of a flow, as the hub names it."""
-    if flow.takes_source:
-        return "image-to-image"
-    reads = any(getattr(kind, "is_text", False) for kind in flow.conditions.values())
-    return "text-to-image" if reads else "unconditional-image-generation"
 
 
 def card_of_run(trained: Trained, license_name: str | None) -> dict[str, Any]:
@@ -155,7 +147,8 @@ def card_of_run(trained: Trained, license_name: str | None) -> dict[str, Any]:
         UsageError: if the run's ``evaluation.json`` is damaged.
     """
     flags, defaults, rules = flags_in(trained.config), plain(TrainingConfig()), rules_of(TrainingConfig)
-    dataset, hub_dataset = _dataset_names(flags)
+    name, folder = name_of(flags.get("dataset", "")), flags.get("dataset_path")
+    is_id = folder is None and re.fullmatch(r"\w[\w.-]*/[\w.-]+", name) and not Path(name).exists()
     results = [
         result
         for result in read_results(trained.run_folder)
@@ -165,30 +158,14 @@ def card_of_run(trained: Trained, license_name: str | None) -> dict[str, Any]:
     ]
     metadata = {
         "license": license_name,
-        "datasets": [hub_dataset] if hub_dataset else None,
+        "datasets": [name] if is_id else None,
         "tags": ["flow-matching", "mean-flow" if trained.flow.is_map else "rectified-flow"],
     }
-    told = [name for name, rule in rules.items() if rule.recorded and not rule.local]  # nothing of this machine
-    training = {name: flags[name] for name in told if flags.get(name, defaults[name]) != defaults[name]}
+    shown = [name for name, rule in rules.items() if rule.recorded and not rule.local]  # nothing of this machine
+    training = {name: flags[name] for name in shown if flags.get(name, defaults[name]) != defaults[name]}
     return {
         "metadata": metadata,
-        "dataset": dataset,
+        "dataset": name if is_id else Path(folder or name).name,  # no path of this machine
         "training": json.dumps(training, indent=1) if training else None,
         "results": results,
     }
-
-
-def _dataset_names(flags: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """Return the display name of the data (for a folder, the last part of its path) and the id of the data on the hub.
-
-    A name or id that does not exist is None.
-    """
-    if "dataset" not in flags:
-        return None, None
-    name, folder = name_of(flags["dataset"]), flags.get("dataset_path")
-    if folder is None and name == SYNTHETIC_FLOWERS:
-        return "flowers drawn by the program", None
-    is_id = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name) and not Path(name).exists()
-    if folder is None and is_id:
-        return name, name
-    return f"own pictures, {Path(folder or name).name}", None

@@ -40,7 +40,7 @@ def test_it_runs(notebook: NotebookNode, tmp_path: Path, monkeypatch: pytest.Mon
     shown = [
         output for cell in notebook.cells for output in cell.get("outputs", []) if "image/png" in output.get("data", {})
     ]
-    assert len(shown) == 1 + 1 + 3 + 1, "the sheet, the loss, three grids and the samples"
+    assert len(shown) == 1 + 3 + 1, "the loss, three grids and the samples"
     printed = "".join(output.text for cell in notebook.cells for output in cell.get("outputs", []) if "text" in output)
     assert "Traceback" not in printed
     assert (tmp_path / "page.zip").exists()

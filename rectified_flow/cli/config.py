@@ -159,8 +159,6 @@ class TrainProgramConfig(ProgramConfig):
     """Then distil the run to a one-step generator in OUTPUT_DIR/one-step; each gets half of the budget."""
     dry_run: Annotated[bool, flag(recorded=False)] = False
     """Check the flags, print the plan of the run with its time and memory, and exit."""
-    look: Annotated[bool, flag(recorded=False, for_pictures=True)] = False
-    """Open and describe the pictures, write some as the network sees them to OUTPUT_DIR/look.png, and exit."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

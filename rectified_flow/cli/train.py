@@ -24,7 +24,7 @@ from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.evaluator import Evaluator
 from rectified_flow.evaluation.features import RenderedItems
 from rectified_flow.evaluation.heldout import HeldOutPictures, Split
-from rectified_flow.evaluation.report import look, summarize_pictures
+from rectified_flow.evaluation.report import summarize_pictures
 from rectified_flow.flags import check_rules, name_of, recorded, refuse, replaced, rules_of, values_of
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.flow_map import FlowMap, takes_interval
@@ -49,7 +49,7 @@ def train(config: TrainConfig) -> bool:
     With ``--one_step``, a one-step generator then learns from the run, and this run has to finish, too.
     """
     program = config.program
-    if not program.one_step or program.look or program.dry_run:
+    if not program.one_step or program.dry_run:
         return train_run(config)
     one_step = one_step_of(config)
     on_main(join(config), lambda: check_one_step(one_step))
@@ -71,7 +71,7 @@ def one_step_of(config: TrainConfig) -> OneStepConfig:
 
 
 def train_run(config: TrainConfig) -> bool:
-    """Train one run by the flags, or print its plan, or a report of the pictures; return whether it finished."""
+    """Train one run by the flags, or print its plan; return whether it finished."""
     check_flags(config)
     state, dry_run = join(config), config.program.dry_run
     set_seed(config.run.seed)
@@ -84,11 +84,6 @@ def train_run(config: TrainConfig) -> bool:
         check_items(config)
     elif not has_begun:
         config = planning.with_recipe(config, found)
-    if config.program.look:
-        config = replaced(config, {"autoencoder": ()})
-        pictures = _open_data(config, found)
-        look(config.run.output_dir, pictures, build_space(config.data, pictures))
-        return True
 
     # All checks that need no data precede the decoding of the pictures, which can take hours.
     space = _space_of(config, found, has_begun=has_begun)

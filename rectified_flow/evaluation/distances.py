@@ -44,12 +44,6 @@ def near_duplicates(colours: Tensor, others: Tensor) -> Tensor:
     return found
 
 
-def count_near_duplicates(colours: Tensor) -> int:
-    """Count the images that have a near-duplicate before them."""
-    blocks = _by_block(colours, colours, alike)
-    return sum(int(near.tril(rows.start - 1).any(dim=1).sum()) for rows, near in blocks)
-
-
 def mirrored(colours: Tensor) -> Tensor:
     """Return the colours of the mirror images."""
     return colours.unflatten(1, (-1, FIELDS, FIELDS)).flip(-1).flatten(1)
@@ -108,30 +102,19 @@ def kernel_distance(real: Tensor, generated: Tensor, seed: int = 0) -> tuple[flo
     return float(mean), None if size in (len(real), len(generated)) else float(deviation)
 
 
-def manifold_scores(real: Tensor, generated: Tensor) -> dict[str, float]:
-    """Compute fractions in [0, 1] that tell apart the ways in which two distributions differ.
-
-    The reach of an image is the distance to its fifth nearest neighbour in its own set.
+def precision_and_recall(real: Tensor, generated: Tensor) -> dict[str, float]:
+    """Compute precision and recall of samples (Kynkaanniemi et al. 2019, arXiv:1904.06991).
 
     Returns:
-        ``precision``: generated images within the reach of a real image. ``recall``: real images within the reach of a
-        generated image (Kynkaanniemi et al. 2019, arXiv:1904.06991). ``coverage``: real images with a generated image
-        within their own reach (Naeem et al. 2020, arXiv:2002.09797). ``authenticity``: generated images that are
-        farther from the nearest real image than that image is from its nearest real neighbour (Alaa et al. 2022,
-        arXiv:2102.08921); low where training images were memorised.
+        ``precision``: the share of generated images within the reach of a real image: the distance to its fifth
+        nearest neighbour in its own set. ``recall``: the share of real images within the reach of a generated image.
     """
-    real_reach, real_gap = _reach(real)
-    generated_reach, _ = _reach(generated)
-    precise, authentic = torch.zeros(2, len(generated), dtype=torch.bool)
-    recalled, covered = torch.zeros(2, len(real), dtype=torch.bool)
+    real_reach, generated_reach = _reach(real), _reach(generated)
+    precise, recalled = (torch.zeros(len(each), dtype=torch.bool) for each in (generated, real))
     for rows, distances in _by_block(generated, real):
         precise[rows] = (distances <= real_reach).any(dim=1)
-        gap, nearest = distances.min(dim=1)
-        authentic[rows] = gap > real_gap[nearest]
-        covered |= (distances <= real_reach).any(dim=0)
         recalled |= (distances <= generated_reach[rows, None]).any(dim=0)
-    shares = {"precision": precise, "recall": recalled, "coverage": covered, "authenticity": authentic}
-    return {name: share.float().mean().item() for name, share in shares.items()}
+    return {"precision": precise.float().mean().item(), "recall": recalled.float().mean().item()}
 
 
 def nearness(queries: Tensor, real: Tensor, colours: Tensor) -> Tensor:
@@ -190,11 +173,11 @@ def _by_block(
         yield some, compare(rows[some], others)
 
 
-def _reach(features: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the distances of each row to its fifth and to its first nearest neighbour, the row itself excluded."""
+def _reach(features: Tensor) -> Tensor:
+    """Return the distance of each row to its fifth nearest neighbour, the row itself excluded."""
     count = min(NEIGHBOURS, len(features) - 1) + 1
-    near = torch.cat([distances.topk(count, largest=False).values for _, distances in _by_block(features, features)])
-    return near[:, -1], near[:, 1]
+    blocks = _by_block(features, features)
+    return torch.cat([distances.topk(count, largest=False).values[:, -1] for _, distances in blocks])
 
 
 @dataclass
@@ -249,8 +232,5 @@ def copies(real: RealFeatures, generated: Sequence[Tensor]) -> dict[str, float]:
 
 @register(role="metric")
 def manifold(real: RealFeatures, generated: Sequence[Tensor]) -> dict[str, float]:
-    """Return precision, recall, coverage and authenticity; see :func:`manifold_scores`.
-
-    The work grows with the square of the number of training images.
-    """
-    return manifold_scores(real.features[0], generated[0])
+    """Return precision and recall; the work grows with the square of the number of training images."""
+    return precision_and_recall(real.features[0], generated[0])

@@ -134,7 +134,11 @@ class Evaluator:
             Interrupted: if a stop was requested meanwhile.
         """
         batches = self.sampled(flow, numbers, **how)
-        return torch.cat([torch.cat([each.of(images) for each in self.features], dim=1) for images in batches])
+        return torch.cat([self.extract(images) for images in batches])
+
+    def extract(self, images: Tensor) -> Tensor:
+        """Return the features of images by all networks side by side, on the CPU."""
+        return torch.cat([each.of(images.to(self.state.device)) for each in self.features], dim=1)
 
     def sampled(self, flow: Flow, numbers: Sequence[int], **how: Any) -> Iterator[Tensor]:
         """Generate some samples, and yield batches of them as :func:`sample_batches` does with these options."""
@@ -148,17 +152,17 @@ class Evaluator:
 
     def measure(self, comparison: "Comparison") -> dict[str, float]:
         """Compute all metrics and scores by name; the main process has those of features. Collective."""
-        generated = comparison.generated if self.metrics else torch.empty(0)
-        numbers = self.compute(generated) if self.state.is_main_process else {}
+        numbers: dict[str, float] = {}
+        if self.metrics:
+            generated = comparison.generated
+            numbers = self.compute(generated) if self.state.is_main_process else {}
         for score in self.scores:
             numbers |= score(comparison)
         return numbers
 
     def compute(self, generated: Tensor) -> dict[str, float]:
         """Compute the metrics of features, by name, from the features of samples. Main process only."""
-        if not self.metrics:
-            return {}
-        features = self._by_network(generated)
+        features = self.by_network(generated)
         return {name: number for metric in self.metrics for name, number in metric(self.real, features).items()}
 
     def beside_neighbours(self, comparison: "Comparison") -> Tensor:
@@ -169,7 +173,7 @@ class Evaluator:
         Returns:
             Images, uint8 ``[n, 1 + k, c, h, w]``.
         """
-        features, real = self._by_network(comparison.generated)[0], self.real.features[0]
+        features, real = self.by_network(comparison.generated)[0], self.real.features[0]
         worst = nearness(features, real, self.real.features[-1]).argsort()[:SHOWN]
         options = {"seed": self.seed, "conditions": self.given(comparison.flow)[2], **comparison.options}
         [(_, sampled)] = sample_batches(comparison.flow, worst.tolist(), batch_size=SHOWN, **options)
@@ -177,7 +181,7 @@ class Evaluator:
         shown = self.dataset.read_pictures(near.flatten().tolist()).unflatten(0, near.shape)
         return torch.cat((sampled.cpu()[:, None], shown), dim=1)
 
-    def _by_network(self, features: Tensor) -> list[Tensor]:
+    def by_network(self, features: Tensor) -> list[Tensor]:
         """Split concatenated features into those of each network, ``[n, d]``."""
         widths = [each.shape[1] for each in self.real.features]
         return [part.contiguous() for part in features.cpu().split(widths, dim=1)]

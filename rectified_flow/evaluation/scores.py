@@ -30,7 +30,7 @@ from rectified_flow.condition import Values, WrittenCondition, written
 from rectified_flow.distributed import map_over_ranks, on_main
 from rectified_flow.errors import RunError, UsageError
 from rectified_flow.evaluation.distances import FIELDS, frechet_distance, kernel_distance
-from rectified_flow.evaluation.evaluator import Comparison, Evaluator, conditions_of, render_sources
+from rectified_flow.evaluation.evaluator import Comparison, conditions_of, render_sources
 from rectified_flow.evaluation.features import RealData, in_batches, stored_batch
 from rectified_flow.evaluation.heldout import MIN_HELD_OUT
 from rectified_flow.flows.flow import SOURCE, Flow
@@ -38,8 +38,7 @@ from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.solvers import Velocity, take_steps
 from rectified_flow.registry import register
 
-NEAREST, MAX_VARIANTS = 10, 4
-"""Number k of the top-k accuracy of retrieval, and largest number of results for each source that are compared."""
+NEAREST = 10  # number k of the top-k accuracy of retrieval
 
 
 @register(role="score")
@@ -50,7 +49,6 @@ def translation(comparison: Comparison) -> dict[str, float]:
     Returns:
         ``copy_DISTANCE``: the Fréchet distance and the kernel distance of the sources. With known partners,
         ``partner_distance``: the mean squared distance to the partner in the features of the evaluator;
-        ``best_of_K_partner_distance``: that of the nearest of K results for each source, if there are as many;
         ``partner_found``: the share of results whose partner is among the 10 nearest of all partners. Without partners,
         ``structure_found``: the share of results whose source is among the 10 nearest of all sources, by
         :func:`structure_of`. ``copy_`` and ``neighbour_`` before such a name: the score of the source itself, and of
@@ -63,45 +61,29 @@ def translation(comparison: Comparison) -> dict[str, float]:
     if not evaluator.state.is_main_process:
         return {}
     data, rows, conditions = evaluator.given(flow)
-    real = evaluator.real.features[0]
-    results = generated[:, : real.shape[1]].cpu()
-    count = min(len(rows), len(results))
+    count = min(len(rows), len(generated))
+    results, colours = evaluator.by_network(generated[:count])
+    real, real_colours = evaluator.real.features
 
-    def copied(numbers: Sequence[int]) -> Tensor:
-        return render_sources(flow, conditions[SOURCE][list(numbers)])
+    def features_of(read: Callable[[Sequence[int]], Tensor]) -> list[Tensor]:
+        batches = in_batches(range(count), evaluator.batch_size, "features of sources")
+        return evaluator.by_network(torch.cat([evaluator.extract(read(some)) for some in batches]))
 
-    copies = features_of(evaluator, 0, count, copied)
-    names = evaluator.headline, evaluator.features[0].kernel_name
-    distances = frechet_distance(real, copies), kernel_distance(real, copies, evaluator.seed)[0]
-    scores = {f"copy_{name}": distance for name, distance in zip(names, distances, strict=True)}
+    copies, copied_colours = features_of(lambda numbers: render_sources(flow, conditions[SOURCE][list(numbers)]))
+    network = evaluator.features[0]
+    scores = {
+        f"copy_{network.frechet_name}": frechet_distance(real, copies),
+        f"copy_{network.kernel_name}": kernel_distance(real, copies, evaluator.seed)[0],
+    }
     neighbours = torch.cdist(copies, real).argmin(dim=1)
     if getattr(data, "is_unpaired", False):
-        wanted = structure_of(features_of(evaluator, -1, count, copied))
-        own = {"": generated[:count, real.shape[1] :].cpu(), "neighbour_": evaluator.real.features[-1][neighbours]}
+        wanted, own = structure_of(copied_colours), {"": colours, "neighbour_": real_colours[neighbours]}
         return scores | {f"{name}structure_found": found(structure_of(each), wanted) for name, each in own.items()}
-    partners = features_of(evaluator, 0, count, lambda numbers: data.read_pictures([rows[i] for i in numbers]))
-    for name, each in {"": results[:count], "copy_": copies, "neighbour_": real[neighbours]}.items():
+    partners, _ = features_of(lambda numbers: data.read_pictures([rows[number] for number in numbers]))
+    for name, each in {"": results, "copy_": copies, "neighbour_": real[neighbours]}.items():
         scores[f"{name}partner_distance"] = (each - partners).square().sum(dim=1).mean().item()
         scores[f"{name}partner_found"] = found(each, partners)
-    variants = min(len(results) // count, MAX_VARIANTS)
-    if variants > 1:
-        squares = (results[: variants * count].unflatten(0, (variants, count)) - partners).square().sum(dim=2)
-        scores[f"best_of_{variants}_partner_distance"] = squares.amin(dim=0).mean().item()
     return scores
-
-
-def features_of(evaluator: Evaluator, network: int, count: int, read: Callable[[Sequence[int]], Tensor]) -> Tensor:
-    """Return the features ``[count, d]`` of pictures by a network of the evaluator, on the CPU.
-
-    Args:
-        evaluator: the evaluator.
-        network: number of the network.
-        count: number of pictures.
-        read: returns the pictures of some numbers, uint8 ``[n, 3, h, w]``.
-    """
-    features, device = evaluator.features[network], evaluator.state.device
-    batches = in_batches(range(count), evaluator.batch_size, f"features by {features.name}")
-    return torch.cat([features.of(read(some).to(device)) for some in batches])
 
 
 def structure_of(colours: Tensor) -> Tensor:

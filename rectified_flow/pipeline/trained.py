@@ -1,6 +1,6 @@
 """The pipeline of diffusers around a trained flow, and the component that loads it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from inspect import signature
 from pathlib import Path
@@ -20,7 +20,6 @@ from rectified_flow.load import model_hash, solver_name
 from rectified_flow.system.pictures import GeneratedPicture, Provenance
 
 Written = str | int | float
-Generators = torch.Generator | Sequence[torch.Generator] | None
 
 
 class TrainedFlow:
@@ -55,7 +54,7 @@ class FlowPipeline(DiffusionPipeline):
         *,
         num_inference_steps: int | None = None,
         guidance_scale: float | None = None,
-        generator: Generators = None,
+        generator: torch.Generator | None = None,
         seed: int = 0,
         output_type: Literal["pil", "np", "pt"] = "pil",
         return_dict: bool = True,
@@ -69,7 +68,7 @@ class FlowPipeline(DiffusionPipeline):
             num_images: number of pictures.
             num_inference_steps: intervals between noise and picture; by default those of ``sample.py``.
             guidance_scale: scale of classifier-free guidance; by default that of ``sample.py``.
-            generator: draws the seed, and a list of generators the seed of each picture; by default ``seed`` is used.
+            generator: draws the seed; by default ``seed`` is used.
             seed: seed of all pictures.
             output_type: ``pil``, or float32 in [0, 1] as ``np`` ``[n, h, w, c]`` or ``pt`` ``[n, c, h, w]``.
             return_dict: return the pictures as an output of diffusers, otherwise in a tuple.
@@ -87,52 +86,25 @@ class FlowPipeline(DiffusionPipeline):
         scale = flow.default_guidance if guidance_scale is None else guidance_scale
         if scale != 1 and "guidance" not in signature(flow.sample).parameters:
             raise UsageError(f"guidance has no effect on a {type(flow).__name__}: leave it out")
-        texts = self._texts(conditions)
-        options: dict[str, Any] = {
-            "steps": num_inference_steps or flow.default_steps,
-            "conditions": read_written(flow.conditions, texts),
-            "batch_size": batch_size,
+        if unknown := conditions.keys() - written(flow.conditions).keys():
+            known = ", ".join(written(flow.conditions)) or "none"
+            raise UsageError(f"{min(unknown)} is not a condition of this model: pass {known}")
+        given = {
+            name: [str(each)] if isinstance(each, Written) else [*map(str, each)] for name, each in conditions.items()
         }
-        if scale != 1:
-            options["guidance"] = Guidance(scale)
-        draws = _draws_of(num_images, seed, generator)
-        pictures: dict[int, Tensor] = {}
-        for each in dict.fromkeys(seed for seed, _ in draws):
-            numbers = [number for number, (seed, _) in enumerate(draws) if seed == each]
-            own: dict[str, Any] = {"seed": each, "draws": [number for _, number in draws]}
-            for some, data in sample_batches(flow, numbers, render=False, **own, **options):
-                pictures |= zip(some, flow.space.render_with_alpha(data).cpu(), strict=True)
-        values = torch.stack([pictures[number] for number in range(num_images)]).float() / 255
+        texts = given or example_texts(flow.conditions)
+        if generator is not None:
+            seed = int(torch.randint(2**31, (), generator=generator, device=generator.device))
+        options: dict[str, Any] = {"seed": seed, "steps": num_inference_steps or flow.default_steps}
+        options |= {"guidance": Guidance(scale)} if scale != 1 else {}
+        how: dict[str, Any] = {"batch_size": batch_size, "conditions": read_written(flow.conditions, texts)}
+        drawn = sample_batches(flow, range(num_images), render=False, **how, **options)
+        values = torch.cat([flow.space.render_with_alpha(data).cpu() for _, data in drawn]).float() / 255
         images: Any = VaeImageProcessor().postprocess(values, output_type, [False] * num_images)
         if output_type == "pil" and metadata:
-            past = Provenance(model_hash(flow), seed, options["steps"], solver=solver_name(flow, {}))
-            past = replace(past, guidance_scale=float(scale))
-            for number, (drawn, draw) in enumerate(draws):
-                own_texts: dict[str, str | None] = {name: each[number % len(each)] for name, each in texts.items()}
-                GeneratedPicture.of(images[number], replace(past, seed=drawn, number=draw, conditions=own_texts))
+            steps, solver = options["steps"], solver_name(flow, {})
+            past = Provenance(model_hash(flow), seed, steps, solver=solver, guidance_scale=float(scale))
+            for number, image in enumerate(images):
+                own: dict[str, str | None] = {name: each[number % len(each)] for name, each in texts.items()}
+                GeneratedPicture.of(image, replace(past, number=number, conditions=own))
         return ImagePipelineOutput(images=images) if return_dict else (images,)
-
-    def _texts(self, given: Mapping[str, Written | Sequence[Written]]) -> dict[str, list[str]]:
-        """Return the conditions of a caller as texts by name, by default examples of captions."""
-        kinds = self.flow.conditions
-        if unknown := given.keys() - written(kinds).keys():
-            known = ", ".join(written(kinds)) or "none"
-            raise UsageError(f"{min(unknown)} is not a condition of this model: pass {known}")
-        return {
-            name: [str(each)] if isinstance(each, Written) else [*map(str, each)] for name, each in given.items()
-        } or example_texts(kinds)
-
-
-def _draws_of(count: int, seed: int, generator: Generators) -> list[tuple[int, int]]:
-    """Return the seed and the number of each picture: one generator draws one seed, and several draw one for each."""
-    if isinstance(generator, torch.Generator):
-        seed, generator = _seed_of(generator), None
-    if generator is None:
-        return [(seed, number) for number in range(count)]
-    if len(generator) != count:
-        raise UsageError(f"there are {len(generator)} generators for {count} pictures: pass one for each, or one")
-    return [(_seed_of(each), 0) for each in generator]
-
-
-def _seed_of(generator: torch.Generator) -> int:
-    return int(torch.randint(2**31, (), generator=generator, device=generator.device))

@@ -50,7 +50,7 @@ REFUSALS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("--output_dir {tmp}/new --init_from {tmp}/old", "there is no checkpoint at"),
         ("--output_dir {tmp}/new --augment 0.1 --autoencoder small", "--autoencoder and --augment exclude each other"),
         ("--output_dir {tmp}/new --holdout 0.1 --method reflow --teacher {tmp}/run", "--teacher and --holdout exclude"),
-        ("--output_dir {tmp}/new --look", "broken image {tmp}/broken/1.png ("),
+        ("--output_dir {tmp}/new", "broken image {tmp}/broken/1.png ("),
     ],
     (TRAIN, PICTURES): [
         ("--use_cfg --dataset_path {paired.data}/to", "--use_cfg needs labels"),

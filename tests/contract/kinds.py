@@ -217,7 +217,7 @@ KINDS: dict[str, Kind] = {
         f"--dataset_path {{data}}/to --source_path {{data}}/from --paired --source_noise 0.1 {PLAIN}",
         write_translations,
         samples=2 * COUNT,
-        scores=("partner_distance", "neighbour_partner_distance", "best_of_2_partner_distance"),
+        scores=("partner_distance", "neighbour_partner_distance"),
     ),
     "unpaired": Translation(
         f"--dataset_path {{data}}/to --source_path {{data}}/from --coupling ot {PLAIN}",

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import datasets
 import numpy as np
 import pytest
 from PIL import Image
@@ -15,10 +14,8 @@ from rectified_flow.data import open as catalog
 from rectified_flow.data.config import DataConfig, SourceConfig
 from rectified_flow.data.sources.synthetic_flowers import SyntheticFlowers
 from rectified_flow.load import load_flow
-from rectified_flow.system.outputs import RECORD
-from tests.contract.kinds import COUNT, LAST, PLAIN, SIDE, Runs, sample, write_png
+from tests.contract.kinds import COUNT, LAST, SIDE, Runs, sample, write_png
 from tests.programs import assert_refused, printed
-from tests.ranks import run_on_ranks
 
 
 @pytest.fixture
@@ -41,28 +38,6 @@ def test_samples_have_transparency_and_the_grid_has_none(cutouts: Runs, tmp_path
     alpha = np.asarray(drawn[0])[..., 3]
     assert alpha[3:5, 4:6].max() < 40, "the hole of the picture that it starts from"
     assert alpha[0].min() > 215
-
-
-def test_a_look_at_a_folder(cutouts: Runs, tmp_path: Path) -> None:
-    flags = f"{cutouts.kind.flags.format(data=cutouts.data)} --look --output_dir {tmp_path}/run"
-    first, second = run_on_ranks(2, printed, flags)
-    said = dict(row.split(maxsplit=1) for row in first.splitlines())
-    assert said["pictures"] == f"cutouts: {COUNT} images of 12x8 px"
-    assert said["sizes"] == "all 30x24 px"
-    assert said["sheet"] == f"{tmp_path}/run/look.png: {COUNT} pictures as they are trained on"
-    assert second == ""
-    sheet = np.asarray(Image.open(tmp_path / "run/look.png"))
-    assert (sheet[2:10, 2:14] == 255).all(axis=-1).sum() in range(4, 60), "a hole, over white"
-    assert {file.name for file in (tmp_path / "run").iterdir()} == {"look.png", RECORD}
-
-
-def test_a_look_at_other_sources(tmp_path: Path) -> None:
-    rows = datasets.Dataset.from_dict({"image": [Image.new("RGB", (10, 10))] * 3, "label": [0, 1, 0]})
-    rows.cast_column("image", datasets.Image()).save_to_disk(tmp_path / "saved")
-    for words, number in ((f"--dataset_path {tmp_path}/saved", 3), ("--dataset synthetic-flowers", 64)):
-        [text] = run_on_ranks(1, printed_of_few, f"{words} {PLAIN} --output_dir {tmp_path}/{number} --look")
-        assert f"{number} images of 8 px" in text
-        assert (tmp_path / f"{number}/look.png").exists()
 
 
 @pytest.fixture

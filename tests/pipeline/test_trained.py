@@ -91,12 +91,6 @@ def test_it_is_called_as_every_pipeline() -> None:
     assert np.allclose(one.permute(0, 2, 3, 1), two)
     assert 0 <= one.min() < one.max() <= 1
     assert not torch.equal(pipe(2, generator=first, output_type="pt", **calls).images, one), "a generator moves on"
-    several = [torch.Generator().manual_seed(seed) for seed in (4, 3)]
-    each = pipe(2, generator=several, output_type="pt", **calls).images
-    assert (each[1] - one[0]).abs().max() < 0.005, "a picture has its own generator"
-    assert (each[0] - one[0]).abs().max() > 0.005
-    with pytest.raises(UsageError, match="there are 2 generators for 3 pictures: pass one for each"):
-        pipe(3, generator=several)
 
 
 @pytest.mark.parametrize("suffix", ["png", "webp"])

@@ -25,7 +25,7 @@ batch_size global_batch_size train_num_steps num_epochs optimizer learning_rate 
 lr_decay max_grad_norm mixed_precision ema_decay seed compile output_dir resume save_every
 keep_checkpoints sample_every num_samples sample_steps log_every log_with rank_timeout num_workers
 evaluate_every evaluation_samples feature_network stop_when_memorising
-import interrupted_exit_code config budget one_step dry_run look
+import interrupted_exit_code config budget one_step dry_run
 """
 
 
