@@ -63,7 +63,7 @@ def test_a_card_names_data_command_licence_and_evaluation(tmp_path: Path) -> Non
     assert (data["license"], data["datasets"]) == ("mit", ["me/cats"])
     assert data["tags"] == ["flow-matching", "rectified-flow"]
     assert (data["library_name"], data["pipeline_tag"]) == ("rectified-flow-trainer", "unconditional-image-generation")
-    assert "M parameters. Trained on me/cats.\n" in written.text
+    assert "M parameters. Conditions: labels (labels). Trained on me/cats.\n" in written.text
     assert "| 4 steps, guidance 2, 9 pictures | fid | 2.5 |\n" in written.text
     assert '## Training\n\n```json\n{\n "lr_decay": "cosine",\n "seed": 3\n}\n```' in written.text
     assert "secret" not in str(written)

@@ -7,7 +7,7 @@ from typing import Any, cast
 from accelerate import PartialState
 from torch.utils.data import Dataset
 
-from rectified_flow.condition import ConditionSpecs, WrittenCondition
+from rectified_flow.condition import ConditionSpecs, Labels, WrittenCondition
 from rectified_flow.data.config import ColumnConfig, DataConfig, RunData, SourceConfig
 from rectified_flow.data.metadata import Column, choose_columns, identity_of
 from rectified_flow.data.open import find_source, open_dataset, open_images, read_table, reader_of, space_of_folder
@@ -202,7 +202,8 @@ def divided(pictures: ImageDataset, data: DataConfig) -> tuple[ImageDataset, Ima
 
 def check_conditions(flow: Flow, source: object, pictures: RealData) -> None:
     """Raise a UsageError if classes or columns of the pictures are not those that the flow was trained on."""
-    if flow.class_names not in ([], pictures.class_names):
+    labels = flow.conditions.get("labels")
+    if isinstance(labels, Labels) and [*labels.examples] != pictures.class_names:
         differ = f"{source} was trained on different classes than {pictures.info.source}"
         raise UsageError(f"{differ}: pass the training pictures of the checkpoint with --dataset_path")
     for name, column in getattr(pictures, "columns", {}).items():

@@ -13,7 +13,6 @@ from torch import Tensor
 from rectified_flow import randomness
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.distributed import map_over_ranks
-from rectified_flow.errors import UsageError
 from rectified_flow.evaluation import FeatureNetwork
 from rectified_flow.evaluation.distances import Metric, RealFeatures, nearest, nearness
 from rectified_flow.evaluation.features import (
@@ -48,7 +47,7 @@ class Evaluator:
         metrics: names of registered metrics (:mod:`rectified_flow.evaluation.distances`) and of :data:`Score`.
 
     Raises:
-        UsageError: if the feature network is unavailable, a metric is not registered, or there is a single item.
+        UsageError: if the feature network is unavailable, or a metric is not registered.
     """
 
     def __init__(
@@ -63,8 +62,6 @@ class Evaluator:
         metrics: Sequence[str] = METRICS,
     ) -> None:
         self.dataset, self.held_out, self.state = dataset, held_out, PartialState()
-        if len(dataset) < 2:
-            raise UsageError(f"{dataset.info.source} has a single picture; a distance needs at least 2")
         self.num_samples, self.seed, self.batch_size = num_samples, seed, batch_size
         known, scores = dict.fromkeys(metrics), names("score")
         self.scores: list[Score] = [find("metric", "score", name) for name in known if name in scores]

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rectified_flow import randomness
-from rectified_flow.condition import ConditionSpecs, Labels, Picture, Values, drop
+from rectified_flow.condition import ConditionSpecs, Picture, Values, drop
 from rectified_flow.errors import UsageError
 from rectified_flow.flows import Coupling, Share
 from rectified_flow.flows.couplings import CANDIDATES, nearest_candidate, optimal_pairs, squared_distances
@@ -62,8 +62,7 @@ class Flow(nn.Module):
         degradation: what makes sources from the data; without it, they are the entry ``source`` of a batch.
 
     Raises:
-        ValueError: if the network does not take data of the space's shape, or the conditions of the space, or the
-            coupling has no meaning with sources.
+        ValueError: if the network does not take data of the space's shape, or the coupling has no meaning with sources.
     """
 
     sample: Callable[..., Tensor]
@@ -94,9 +93,6 @@ class Flow(nn.Module):
         check_shape = getattr(network, "check_shape", None)
         if check_shape is not None and self.space.shape is not None:
             check_shape(self.space.shape)
-        missing = [name for name in self.space.conditions if name not in self.conditions]
-        if missing:
-            raise ValueError(f"the network does not take the {missing[0]}: give it the conditions of the space")
         if degradation is not None and self.space.shape is not None:
             degradation.check_sides(*self.space.shape[-2:])
         self.condition_dropout = condition_dropout
@@ -121,14 +117,6 @@ class Flow(nn.Module):
     def default_guidance(self) -> float:
         """The guidance scale that programs use unless a flag sets it."""
         return 1.0
-
-    @property
-    def class_names(self) -> list[str]:
-        """The names of the classes that can be sampled; empty if the network takes no labels."""
-        labels = self.conditions.get("labels")
-        if not isinstance(labels, Labels):
-            return []
-        return list(labels.names) or [str(label) for label in range(labels.num_classes)]
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the objective; drawing stays outside, and no saved name changes.
@@ -175,9 +163,6 @@ class Flow(nn.Module):
         Args:
             batch: may have the sources as the entry ``source``, in the form in which the space stores data.
             x_0: the encoded data ``[b, ...]``, which are degraded if the batch has no sources.
-
-        Raises:
-            UsageError: if there are no sources, and the flow has no degradation that makes them.
         """
         values, is_drawn = self._written_conditions(batch), "noise" in batch
         if not self.takes_source or (self.from_source and is_drawn):  # a teacher's noise has become the source
@@ -186,8 +171,7 @@ class Flow(nn.Module):
             source = batch[SOURCE]
             is_encoded = is_drawn and source.is_floating_point()
             return values | {SOURCE: source.float() if is_encoded else self.space.encode_source(source)}
-        if self.degradation is None:
-            raise UsageError(f"the flow translates pictures, and a batch has no {SOURCE}: add this entry")
+        assert self.degradation is not None, f"the flow translates pictures, and a batch has no {SOURCE}"
         with torch.autocast(x_0.device.type, enabled=False):
             return values | {SOURCE: self.degradation(x_0)}
 
@@ -202,18 +186,10 @@ class Flow(nn.Module):
         Args:
             noise: standard normal ``[b, ...]``, which also replaces the unknown pixels of a source.
             conditions: conditions by name, with the encoded source.
-
-        Raises:
-            UsageError: if the sources have another shape than the noise.
         """
-        source = conditions.get(SOURCE) if self.takes_source else None
-        if source is None:
-            return noise, conditions
-        if source.shape != noise.shape:
-            raise UsageError(f"sources of shape {tuple(source.shape)} do not fit data of shape {tuple(noise.shape)}")
         if not self.from_source:
             return noise, conditions
-        others = {name: values for name, values in conditions.items() if name != SOURCE}
+        source, others = conditions[SOURCE], {name: each for name, each in conditions.items() if name != SOURCE}
         return torch.where(source.isnan(), noise, source + self.source_noise * noise), others
 
     @property
@@ -269,14 +245,8 @@ class Flow(nn.Module):
             strength: the time to start at, with ``start``.
 
         Raises:
-            ValueError: if the network does not take a condition, there are no sources to start from, or the flow has
-                not seen a shape yet.
+            UsageError: if the flow has not seen a shape yet.
         """
-        if self.from_source and SOURCE not in conditions:
-            raise UsageError("this flow starts from pictures: pass them as source")
-        unknown = [name for name in conditions if name not in {*self.conditions, *([SOURCE] * self.takes_source)}]
-        if unknown:
-            raise ValueError(f"the network does not take {', '.join(unknown)}, only {list(self.conditions)}")
         count = next((len(given) for given in (start, noise, *conditions.values()) if given is not None), count)
         if noise is None:
             if self.space.shape is None:
@@ -306,14 +276,10 @@ class Flow(nn.Module):
             mask: bool ``[b, 1, h, w]``, true where data are generated. Unknown values of ``start`` are generated, too.
             x: the start of sampling ``[b, ...]``, at the time ``strength``.
             strength: the time of ``x``.
-
-        Raises:
-            ValueError: if there is a mask, but nothing to keep.
         """
         if mask is None:
             return None
-        if start is None:
-            raise ValueError("a mask needs data to keep: pass start")
+        assert start is not None, "a mask needs data to keep"
         known, generated = self.space.encode(start).to(x.device), mask.to(x.device)
         if generated.shape[-2:] != x.shape[-2:]:  # latents have smaller sides
             generated = F.adaptive_max_pool2d(generated.float(), x.shape[-2:]) > 0

@@ -45,8 +45,6 @@ class FlowMap(Flow):
         self, network: nn.Module, *, weight_power: float = WEIGHT_POWER, weight_epsilon: float = 1e-3, **settings: Any
     ) -> None:
         super().__init__(network, **settings)
-        if not takes_interval(network):
-            raise ValueError(f"{type(network).__name__} has no input r, the end of an interval: train a rectified flow")
         self.weight_power, self.weight_epsilon = weight_power, weight_epsilon
         self.logged: dict[str, Tensor] = {}
 
@@ -101,10 +99,6 @@ class FlowMap(Flow):
             noise: ``[b, ...]``, standard normal; drawn if not given.
             watch: called with time and ``x`` at the start and after each interval.
             conditions: values by name ``[b, ...]``; labels that are not given are drawn uniformly.
-
-        Raises:
-            ValueError: if ``steps`` is not positive, the noise level not in (0, 1], the network does not take a
-                condition, or the flow has not seen the shape of its data yet.
         """
         times = time_grid(steps, grid, strength if start is not None else 1.0)
         x, values = self.draw_start(count, conditions, noise=noise, start=start, strength=strength)
@@ -140,8 +134,6 @@ class DistilledFlow(FlowMap):
 
     def forward(self, **batch: Any) -> Tensor:
         """Draw an interval of each path and return the scalar loss; the first rows are those of whole paths."""
-        if "path" not in batch:
-            raise UsageError("a distilled flow learns from paths, and a batch has none: draw them with --teacher")
         path = batch["path"]
         x_0, _, conditions = self.draw_batch({**batch, "noise": path[:, 0]})
         steps, rows = path.shape[1], torch.arange(len(path), device=path.device)

@@ -113,8 +113,7 @@ class RectifiedFlow(Flow):
             conditions: values by name ``[b, ...]``; labels that are not given are drawn uniformly.
 
         Raises:
-            ValueError: if ``steps`` is not positive, the noise level not in (0, 1], the network does not take a
-                condition, guidance has none to work with, or the flow has not seen the shape of its data yet.
+            ValueError: if guidance has no conditions to work with.
         """
         times = time_grid(steps, grid, strength if start is not None else 1.0)
         x, values = self.draw_start(count, conditions, noise=noise, start=start, strength=strength)

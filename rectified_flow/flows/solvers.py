@@ -142,19 +142,6 @@ class Guidance:
     autoguidance: float = 1.0
     earlier: Callable[..., Tensor] | None = None
 
-    def __post_init__(self) -> None:
-        if self.autoguidance != 1 and self.earlier is None:
-            raise ValueError("autoguidance needs the velocity of an earlier version of the flow")
-
-    def autoguided(self, predict: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Return the velocity of ``predict``, extrapolated away from that of the earlier version."""
-        earlier = self.earlier
-        if earlier is None or self.autoguidance == 1:
-            return predict
-        return lambda *inputs, **conditions: torch.lerp(
-            earlier(*inputs, **conditions), predict(*inputs, **conditions), self.autoguidance
-        )
-
 
 NO_GUIDANCE = Guidance()
 
@@ -182,7 +169,13 @@ def guided(predict: Callable[..., Tensor], kinds: ConditionSpecs, conditions: Va
     if any(not names or not names <= free for _, names in groups):
         raise ValueError("guidance needs a network that takes conditions: pass their values")
     earliest, latest = guidance.interval
-    better = guidance.autoguided(predict)
+
+    def better(x: Tensor, t: Tensor, **conditions: Tensor) -> Tensor:
+        own = predict(x, t, **conditions)
+        if guidance.autoguidance == 1:
+            return own
+        assert guidance.earlier is not None, "autoguidance needs the velocity of an earlier version"
+        return torch.lerp(guidance.earlier(x, t, **conditions), own, guidance.autoguidance)
 
     def velocity(x: Tensor, t: float) -> Tensor:
         acts = earliest <= t <= latest

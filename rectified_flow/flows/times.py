@@ -94,14 +94,7 @@ def time_grid(steps: int, kind: TimeGrid = "uniform", start: float = 1.0) -> lis
 
     Returns:
         ``steps + 1`` decreasing times; the first is ``start`` and the last is 0.
-
-    Raises:
-        ValueError: if ``steps`` is not positive, or ``start`` not in (0, 1].
     """
-    if steps < 1:
-        raise ValueError(f"steps is {steps}; sampling needs at least 1")
-    if not 0 < start <= 1:
-        raise ValueError(f"the noise level is {start}; it must be above 0 and at most 1")
     if kind == "edm":
         # The lowest noise level is dropped: the last interval ends at no noise instead.
         highest = min(SIGMA_MAX, start / (1 - start)) if start < 1 else SIGMA_MAX

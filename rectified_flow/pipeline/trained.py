@@ -9,7 +9,6 @@ from typing import Any, Literal
 import torch
 from diffusers import DiffusionPipeline, ImagePipelineOutput
 from diffusers.image_processor import VaeImageProcessor
-from torch import Tensor
 
 from rectified_flow import hub
 from rectified_flow.condition import example_texts, read_written, written

@@ -104,12 +104,6 @@ class TrainingState(checkpoint.Counters):
         self.sums: dict[str, Tensor] = {}
         """Sums of this rank's loss and of the flow's other logged values over ``summands`` steps."""
 
-    def count(self, values: dict[str, Tensor]) -> None:
-        """Add one good step's values to the sums, without a wait for the device."""
-        for name, value in values.items():
-            self.sums[name] = self.sums.get(name, 0) + value
-        self.summands += 1
-
     def update_averages(self) -> None:
         """Add the weights after a good step to their average."""
         if self.ema is not None:
@@ -298,7 +292,9 @@ class Stepper:
         if pending.good.read():
             state.bad_in_a_row = 0
             state.updates += 1
-            state.count(pending.values)
+            state.summands += 1
+            for name, value in pending.values.items():
+                state.sums[name] = state.sums.get(name, 0) + value  # without a wait for the device
             state.update_averages()
         else:
             bad_loss = any_rank(self.accelerator, not all(torch.isfinite(loss) for loss in pending.losses))
@@ -356,10 +352,7 @@ class _AsyncBool:
 
 def moved(batch: Batch, device: torch.device) -> Batch:
     """Return the batch with its tensors on ``device``, and other values, like captions, as they are."""
-    return {name: _moved(value, device) if isinstance(value, Tensor) else value for name, value in batch.items()}
-
-
-def _moved(value: Tensor, device: torch.device) -> Tensor:
-    if device.type == "cuda" and value.device.type == "cpu":
-        value = value.pin_memory()  # else CUDA may wait for earlier work, to stage it (docs/measurements/speed.md)
-    return value.to(device, non_blocking=True)
+    tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+    if device.type == "cuda":  # it may wait for earlier work, to stage what is not pinned (docs/measurements/speed.md)
+        tensors = {name: value if value.is_cuda else value.pin_memory() for name, value in tensors.items()}
+    return batch | {name: value.to(device, non_blocking=True) for name, value in tensors.items()}

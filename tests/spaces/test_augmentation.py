@@ -92,11 +92,6 @@ def test_rows_that_are_not_changed_are_the_same_and_their_numbers_0() -> None:
     assert torch.isfinite(y).all()
 
 
-def test_a_network_that_cannot_be_told_is_refused() -> None:
-    with pytest.raises(ValueError, match="does not take the augmentation"):
-        RectifiedFlow(Unet(8, (1, 2), image_size=8), space=Pixels((3, 8, 8), augmentation=0.1))
-
-
 class Deaf(AugmentationLabels):
     """Numbers that the network does not get."""
 

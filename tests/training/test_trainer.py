@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rectified_flow.data.store import ImageDataset
-from rectified_flow.errors import UsageError
 from rectified_flow.flows.flow import sample_batches
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.load import load_flow
@@ -86,13 +85,6 @@ def test_precision_left_unset_is_the_launchers_then_the_devices(monkeypatch: pyt
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launchers)
         assert choose_precision(unset, gpu) == choose_precision(unset, cpu) == launchers
         assert choose_precision(given, gpu) == "fp16"
-
-
-def test_a_precision_that_accelerate_alone_knows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "is_initialized", lambda: False)
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
-    with pytest.raises(UsageError, match="Accelerate's precision fp8 is not supported: pass --mixed_precision"):
-        choose_precision(TrainingConfig(), torch.device("cpu"))
 
 
 def train_with_an_accelerator_of_your_own(output_dir: Path, dataset: ImageDataset) -> str:
