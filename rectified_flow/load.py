@@ -54,9 +54,10 @@ def build_flow(description: Mapping[str, Any], source: Path | str) -> Flow:
         UsageError: if the description names a class that is not registered, or an argument does not fit.
     """
     try:
-        return build(description)  # type: ignore[no-any-return]
+        flow: Flow = build(description)
     except UsageError as error:
         raise UsageError(f"{source}: {error}") from error
+    return flow
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ def with_recipe(config: TrainConfig, source: ImageSource) -> TrainConfig:
         return config
     count, fixed = len(source.numbers_without(config.data.exclude)), fixed_flags(config)
     flags = plan.for_pictures(count, augmentable=can_augment(config.data))
-    if budget_of(config) is not None and not config.program.look:
+    if budget_of(config) is not None:
         flags.pop("augment", None)  # the plan decides it, when it knows the number of passes
     sides = sides_of(source, config.data.crop)
     flags |= _choose_size(config, source, sides)
@@ -91,7 +91,7 @@ def _choose_size(config: TrainConfig, source: ImageSource, sides: Sequence[int])
     """Return the flags of the largest size for which there is enough time, and print them. Collective."""
     state, time = PartialState(), budget_of(config)
     is_own = isinstance(source, PictureFolder | HuggingFaceSource) and not config.data.space and config.origin is None
-    if time is None or config.program.look or not is_own or not SIZE_FLAGS.isdisjoint(config.given) or not sides:
+    if time is None or not is_own or not SIZE_FLAGS.isdisjoint(config.given) or not sides:
         return {}
     for (side, autoencoder), min_images in plan.SIZES.items():
         if median(sides) < plan.MIN_SHARE_OF_SIDE * side:

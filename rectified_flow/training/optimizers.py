@@ -31,17 +31,17 @@ def adamw(
     betas: tuple[float, float] = (0.9, 0.99),
     weight_decay: float = 0.0,
     fused: bool = False,
-    eps: float = 1e-8,
 ) -> torch.optim.Optimizer:
     """Build AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101)."""
-    return torch.optim.AdamW(parameters, lr=lr, betas=betas, weight_decay=weight_decay, fused=fused, eps=eps)
+    return torch.optim.AdamW(parameters, lr=lr, betas=betas, weight_decay=weight_decay, fused=fused)
 
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Coefficients of x, x^3 and x^5 of a polynomial that quickly moves singular values near 1 (Jordan 2024)."""
+ITERATIONS = 5
 
 
-def orthogonalize(matrices: Tensor, iterations: int = 5) -> Tensor:
+def orthogonalize(matrices: Tensor) -> Tensor:
     """Make rows or columns of matrices orthonormal, approximately, by Newton-Schulz iterations.
 
     Each iteration applies an odd polynomial, which changes the singular values of ``X`` alone and moves them towards 1,
@@ -49,20 +49,19 @@ def orthogonalize(matrices: Tensor, iterations: int = 5) -> Tensor:
     ``X`` once. For a matrix of 64 rows and 576 columns, this takes about a third of the operations.
 
     Args:
-        matrices: ``[n, rows, columns]`` in float32.
-        iterations: number of iterations; singular values below ``3.4**-iterations`` of the norm stay small.
+        matrices: ``[n, rows, columns]`` in float32. Singular values below ``3.4**-5`` of the norm stay small.
     """
     if matrices.shape[-2] > matrices.shape[-1]:
-        return orthogonalize(matrices.mT, iterations).mT
+        return orthogonalize(matrices.mT).mT
     a, b, c = NEWTON_SCHULZ
     matrices = matrices / matrices.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-12)
     products = matrices @ matrices.mT
     identity = torch.eye(len(products[0]), dtype=products.dtype, device=products.device)
     total = identity.expand_as(products)
-    for number in range(iterations):
+    for number in range(ITERATIONS):
         polynomial = a * identity + b * products + c * products @ products
         total = polynomial if number == 0 else polynomial @ total
-        if number < iterations - 1:
+        if number < ITERATIONS - 1:
             products = polynomial @ products @ polynomial  # polynomials of one Gram matrix commute
     return total @ matrices
 
@@ -76,7 +75,6 @@ def muon(
     weight_decay: float = 0.0,
     momentum: float = 0.95,
     update_size: float = 0.4,
-    iterations: int = 5,
 ) -> torch.optim.Optimizer:
     """Build :class:`Muon` for matrices and filters, and AdamW for the other parameters, as one optimizer.
 
@@ -89,13 +87,12 @@ def muon(
         weight_decay: decoupled weight decay of all parameters.
         momentum: decay rate of the average of the gradient, for matrices.
         update_size: root mean square of the update of a matrix, before the learning rate; AdamW's is 0.2 to 0.4.
-        iterations: number of Newton-Schulz iterations, see :func:`orthogonalize`.
     """
     by_kind: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for name, parameter in parameters:
         by_kind[_is_matrix(name, parameter)].append(parameter)
     groups: list[dict[str, Any]] = [
-        {"params": by_kind[True], "momentum": momentum, "update_size": update_size, "iterations": iterations},
+        {"params": by_kind[True], "momentum": momentum, "update_size": update_size},
         {"params": by_kind[False], "betas": betas},
     ]
     return Muon([group for group in groups if group["params"]], lr=lr, weight_decay=weight_decay)
@@ -115,8 +112,8 @@ class Muon(torch.optim.Optimizer):
     propose, so that one learning rate suits matrices and the parameters that AdamW trains.
 
     Args:
-        groups: parameter groups. Muon updates the groups with ``momentum``, ``update_size`` and ``iterations``, and
-            AdamW the others, with its own arguments.
+        groups: parameter groups. Muon updates the groups with ``momentum`` and ``update_size``, and AdamW the others,
+            with its own arguments.
         lr: learning rate of all groups.
         weight_decay: decoupled weight decay of all groups.
     """
@@ -156,7 +153,7 @@ class Muon(torch.optim.Optimizer):
             update = gradient.lerp(average, group["momentum"]).flatten(1)
             by_shape[tuple(update.shape)].append((parameter, update))
         for shape, pairs in by_shape.items():  # equal shapes are updated together, which takes fewer operations
-            updates = orthogonalize(torch.stack([update for _, update in pairs]), group["iterations"])
+            updates = orthogonalize(torch.stack([update for _, update in pairs]))
             # A matrix with orthonormal rows has a root mean square of columns**-0.5.
             size = group["update_size"] * max(shape) ** 0.5
             for (parameter, _), update in zip(pairs, updates, strict=True):
