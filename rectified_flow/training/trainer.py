@@ -39,8 +39,8 @@ class Trainer:
     Args:
         flow: a module whose ``forward(**batch)`` returns the scalar loss, such as a :class:`Flow`. If it has
             ``sample(count, steps=...)``, grids of samples are generated. Its ``network``, or else the whole of it, is
-            saved. Scalars in a dict ``logged`` are logged beside the loss. Parameters that require no gradient are
-            frozen: neither averaged nor compared.
+            saved. Scalars in a dict ``logged`` are logged beside the loss; ``progress``, if it has one, is set before
+            each step, from 0 to 1. Parameters that require no gradient are frozen: neither averaged nor compared.
         dataset: map-style, with items that are dicts of tensors, ``image``, or ``(image, label)``. Optional:
             ``read_batch(indices)`` reads items whole, ``fingerprint`` identifies the data, ``description`` names them
             for the user, ``arguments`` has those that open them again.
@@ -154,6 +154,8 @@ class Trainer:
                 done, disable = self.state.step, not self.accelerator.is_main_process
                 with progress_bar(total=self.total_steps, initial=done, unit="step", disable=disable) as bar:
                     while self.state.step < self.total_steps:
+                        if hasattr(self.flow, "progress"):
+                            self.flow.progress = self.state.step / self.total_steps  # type: ignore[assignment]
                         self.stepper.take(batches)
                         self._saved = None
                         bar.update()

@@ -11,7 +11,7 @@ from rectified_flow.data.config import Framing
 from rectified_flow.data.open import open_dataset
 from rectified_flow.data.sources.synthetic_flowers import SyntheticFlowers
 from rectified_flow.data.store import ImageDataset
-from rectified_flow.evaluation.report import summarize_pictures
+from rectified_flow.cli.train import summarize_pictures
 
 
 @pytest.fixture
