@@ -192,16 +192,11 @@ class Flow(nn.Module):
         source, others = conditions[SOURCE], {name: each for name, each in conditions.items() if name != SOURCE}
         return torch.where(source.isnan(), noise, source + self.source_noise * noise), others
 
-    @property
-    def pairs(self) -> bool:
-        """Whether :meth:`pair` is to be called on each global batch before ``forward``."""
-        return self.coupling == "ot"
-
     def pair(self, **batch: Any) -> Tensor:
         """Return the row of noise, or of the sources, for each row of a global batch, int64 ``[b]``.
 
-        To be called where all rows are present (see :mod:`rectified_flow.randomness`), before parts of them are given
-        to ``forward``.
+        With the coupling ``ot``, the trainer calls it where all rows are present (:mod:`rectified_flow.randomness`),
+        before parts of them are given to ``forward``.
         """
         data = batch[self.space.key]
         if self.from_source:
@@ -210,11 +205,8 @@ class Flow(nn.Module):
         else:
             x_0 = self.space.encode(self.space.augment(data)[0])
             starts = randomness.randn("noise", x_0.shape, x_0.device)
-        return optimal_pairs(self.pairing_costs(x_0, starts, batch), _groups(self._written_conditions(batch)))
-
-    def pairing_costs(self, x_0: Tensor, noise: Tensor, batch: dict[str, Any]) -> Tensor:
-        """Return the costs ``[b, b]`` of pairing each datum with each row of noise, whose sum ``ot`` minimises."""
-        return squared_distances(self.masked(x_0)[0], noise)
+        groups = _groups(self._written_conditions(batch))
+        return optimal_pairs(squared_distances(self.masked(x_0)[0], starts), groups)
 
     def _draw_noise(self, x_0: Tensor, conditions: Values, batch: dict[str, Any]) -> Tensor:
         if self.coupling == "immiscible":
@@ -223,7 +215,7 @@ class Flow(nn.Module):
         rows = batch.get("noise_rows")
         noise = randomness.randn("noise", x_0.shape, x_0.device, global_rows=rows)
         if self.coupling == "ot" and rows is None and not self.from_source:  # no global batch: pair this batch
-            noise = noise[optimal_pairs(self.pairing_costs(x_0, noise, batch), _groups(conditions))]
+            noise = noise[optimal_pairs(squared_distances(self.masked(x_0)[0], noise), _groups(conditions))]
         return noise
 
     def draw_start(

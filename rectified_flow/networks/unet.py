@@ -82,14 +82,15 @@ class Unet(nn.Module):
         self._embeddings = dict[str, str]()
         """Names of the modules that embed the conditions; checkpoints contain them."""
         for name, kind in self.conditions.items():
-            free = [each for each in _embedding_names(name) if not hasattr(self, each)]
+            words = f"{name.removesuffix('s')}_embedding", f"{name}_embedding", f"{name}_value_embedding"
+            free = [each for each in words if not hasattr(self, each)]  # label_embedding for labels, if that is free
             if name in ("x", "t", "r") or not free:
                 raise ValueError(f"the condition {name!r} has the name of another input of this Unet: rename it")
             self._embeddings[name] = free[0]
             self.add_module(free[0], kind.embedding(dim if isinstance(kind, Picture) else condition_dim))
             if (sequence := kind.sequence_embedding(condition_dim)) is not None:
-                self.add_module(_sequence_name(name), sequence)
-        sequences = condition_dim if any(hasattr(self, _sequence_name(name)) for name in self.conditions) else 0
+                self.add_module(f"{name}_sequence", sequence)
+        sequences = condition_dim if any(hasattr(self, f"{name}_sequence") for name in self.conditions) else 0
 
         layers = count(1)
 
@@ -153,8 +154,8 @@ class Unet(nn.Module):
                 pictures.append(embedded)
             else:
                 embedding = embedding + embedded
-            if hasattr(self, _sequence_name(name)):
-                sequences.append(getattr(self, _sequence_name(name))(values))
+            if (sequence := getattr(self, f"{name}_sequence", None)) is not None:
+                sequences.append(sequence(values))
         if conditions:
             raise ValueError(f"this Unet does not take {', '.join(conditions)}, only {list(self.conditions)}")
         condition = F.silu(embedding)
@@ -317,16 +318,6 @@ class Attention(nn.Module):
             mask = torch.cat((known.new_ones(x.shape[0], q.shape[2]), known), dim=1)[:, None, None]
         attended = rearrange(attend(q, k, v, mask), "b n (h w) d -> b (n d) h w", h=x.shape[-2])
         return x + self.out(attended)
-
-
-def _embedding_names(condition: str) -> list[str]:
-    """Return possible names of the module that embeds a condition, such as ``label_embedding`` for ``labels``."""
-    return [f"{condition.removesuffix('s')}_embedding", f"{condition}_embedding", f"{condition}_value_embedding"]
-
-
-def _sequence_name(condition: str) -> str:
-    """Return the name of the module that embeds the sequence of a condition."""
-    return f"{condition}_sequence"
 
 
 def zero_init(module: M) -> M:

@@ -311,16 +311,17 @@ def draw_preview(
     """
     if config.num_samples == 0 or not hasattr(flow, "sample"):
         return None
-    how: dict[str, Any] = {"seed": config.seed, "batch_size": min(MAX_BATCH, per_process)}
-    how |= {"steps": config.sample_steps} if config.sample_steps else {}  # otherwise the flow uses its default number
-    how |= default_guidance(flow)
+    how: dict[str, Any] = {"seed": config.seed, "batch_size": min(MAX_BATCH, per_process), **default_guidance(flow)}
+    if config.sample_steps:  # otherwise the flow uses its default number
+        how["steps"] = config.sample_steps
     count, columns, conditions, texts = config.num_samples, None, dict[str, Tensor](), None
     if getattr(flow, "takes_source", False) or getattr(data, "columns", None):
         count = min(count, len(data))
         conditions = how["conditions"] = conditions_of(flow, data, range(count), config.seed)
-        columns = PAIRS * 2 if SOURCE in conditions else None
-        written = data.condition_texts(range(count)).values() if getattr(data, "columns", None) else ()
-        if SOURCE not in conditions:
+        if SOURCE in conditions:
+            columns = PAIRS * 2
+        else:
+            written = data.condition_texts(range(count)).values()
             texts = [", ".join(filter(None, row)) for row in zip(*written, strict=True)]
 
     def sample(numbers: list[int]) -> Tensor:

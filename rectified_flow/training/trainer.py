@@ -213,7 +213,7 @@ class Trainer:
         rank, position = self.accelerator.process_index, self.state.images_seen
         stream = StreamSampler(self.length, self.config.seed, self.batch, rank, position)
         batches = load(self.dataset, stream, self.config)
-        if isinstance(self.flow, Flow) and self.flow.pairs:
+        if isinstance(self.flow, Flow) and self.flow.coupling == "ot":
             batches = paired(batches, self.flow, stream, self.state.step)
         return batches
 

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from rectified_flow.cli.train import summarize_pictures
 from rectified_flow.data.build import open_store
 from rectified_flow.data.config import Framing
 from rectified_flow.data.open import open_dataset
 from rectified_flow.data.sources.synthetic_flowers import SyntheticFlowers
 from rectified_flow.data.store import ImageDataset
-from rectified_flow.cli.train import summarize_pictures
 
 
 @pytest.fixture
