@@ -80,11 +80,7 @@ flag = Rule
 
 @dataclass(frozen=True)
 class Flags:
-    """A group of flags, checked when it is made.
-
-    Raises:
-        UsageError: if a value violates its annotation, or is a path that cannot exist.
-    """
+    """A group of flags, checked when it is made."""
 
     def __post_init__(self) -> None:
         changed = [each for each in fields(self) if not _is_default(getattr(self, each.name), each.default)]
@@ -105,9 +101,6 @@ def parse(config_class: type[C], description: str, arguments: Sequence[str] | No
     """Return the config that the command line gives, on top of the flags in the file of ``--config``.
 
     ``--help`` and errors exit, silently if ``quiet``. A ``program`` in the config gets the names of all given flags.
-
-    Raises:
-        UsageError: if the values make no valid config, or the file of ``--config`` cannot be used.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     for word, value in pairwise(["", *arguments, "end"]):
@@ -149,15 +142,7 @@ def parse(config_class: type[C], description: str, arguments: Sequence[str] | No
 
 
 def check_rules(config: Any, given: Collection[str]) -> None:
-    """Check the relations between the flags of a config.
-
-    Args:
-        config: the config.
-        given: names of the flags on the command line, which must not exclude each other.
-
-    Raises:
-        UsageError: if a flag is set without one that it needs, or beside one that it excludes.
-    """
+    """Check the relations between the flags of a config."""
     rules, changed = rules_of(type(config)), changed_flags(config)
     for name in sorted(changed & rules.keys()):
         needs = rules[name].needs.split()
@@ -233,22 +218,13 @@ def replaced(config: C, flags: Mapping[str, Any]) -> C:
 
 
 def plain(config: Any, *, paths: bool = True) -> dict[str, Any]:
-    """Return all flags by name, also those of nested configs, as JSON and trackers can hold them.
-
-    Args:
-        config: a dataclass of flags.
-        paths: include the flags that are set to a path.
-    """
+    """Return all flags by name, also those of nested configs, as JSON and trackers can hold them."""
     values = values_of(config).items()
     return {name: as_plain(value, name) for name, value in values if paths or not isinstance(value, Path)}
 
 
 def flags_in(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the flags by name that a document holds: a file of flags, or the ``config.json`` of a run.
-
-    Args:
-        document: ``{data, flow, training}``; ``{run, flags}``, as commit c5b7768 wrote it; or flags alone.
-    """
+    """Return the flags by name that a document holds: a file of flags, or the ``config.json`` of a run."""
     if "training" in document:
         flags = _flat(document.get("data", {})) | document["training"]
     elif {"run", "flags"} & document.keys():
@@ -282,16 +258,7 @@ def recorded(config: Any) -> dict[str, Any]:
 
 
 def config_from(config_class: type[C], flags: Mapping[str, Any], source: object) -> C:
-    """Return the config of flags that were read from a file.
-
-    Args:
-        config_class: the config; flags that it does not have are left out, and others have their defaults.
-        flags: the values as :func:`plain` returned them.
-        source: the name of the file for an error.
-
-    Raises:
-        DamageError: if a value does not fit its flag.
-    """
+    """Return the config of flags that were read from a file."""
     values = {
         name: check_document({name: flags[name]}, dict[str, kind], source)[name]  # type: ignore[valid-type]
         for name, kind in flag_types(config_class).items()
@@ -329,11 +296,7 @@ def flag_name(field: str) -> str:
 
 
 def _validated(name: str, candidates: Sequence[Any], hint: Any) -> Any:
-    """Return the first candidate that fits the annotation ``hint``, as a value of its type.
-
-    Raises:
-        UsageError: if none does.
-    """
+    """Return the first candidate that fits the annotation ``hint``, as a value of its type."""
     from pydantic import ConfigDict, TypeAdapter, ValidationError
 
     # In a tuple, as pydantic takes no rules for a dataclass alone.
@@ -366,11 +329,7 @@ def _from_file(config_class: type[C], path: Path, given: Collection[str]) -> C:
 
 
 def import_modules(modules: Sequence[str]) -> None:
-    """Import the modules of ``--import``, also from the current folder.
-
-    Raises:
-        UsageError: if one cannot be imported.
-    """
+    """Import the modules of ``--import``, also from the current folder."""
     if modules and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     for name in modules:
@@ -396,11 +355,7 @@ class Choice:
     arguments: Mapping[str, Any]
 
     def build(self, **context: Any) -> Any:
-        """Call the target with its arguments, and those of ``context`` that it has a parameter for.
-
-        Raises:
-            UsageError: if an argument is missing, or the target refuses them.
-        """
+        """Call the target with its arguments, and those of ``context`` that it has a parameter for."""
         parameters = parameters_of(self.target)
         arguments = {name: value for name, value in context.items() if name in parameters} | dict(self.arguments)
         try:
@@ -425,28 +380,14 @@ def name_of(part: Sequence[str]) -> str:
 
 
 def choose(flag: str, role: Role | type, part: Sequence[str], but: type | None = None) -> Choice:
-    """Return a registered class or function with its arguments.
-
-    Args:
-        flag: the flag that names it.
-        role: its role or base class.
-        part: its name and arguments.
-        but: a base class whose subclasses are left out.
-
-    Raises:
-        UsageError: if it is not registered, or an argument is unknown or has a value of another type.
-    """
+    """Return a registered class or function with its arguments."""
     name, options = split_part(part)
     target = find(flag, role, name or " ".join(options), but)
     return Choice(flag, target, typed_options(flag, target, options))
 
 
 def typed_options(flag: str, target: Any, options: Sequence[str]) -> dict[str, Any]:
-    """Return ``KEY=VALUE`` options with the types that the parameters of ``target`` are annotated with.
-
-    Raises:
-        UsageError: if an option is no pair, its key is unknown, or its value has another type.
-    """
+    """Return ``KEY=VALUE`` options with the types that the parameters of ``target`` are annotated with."""
     parameters, typed = parameters_of(target), {}
     for option in options:
         key, equals, text = option.partition("=")
@@ -461,16 +402,7 @@ def typed_options(flag: str, target: Any, options: Sequence[str]) -> dict[str, A
 
 
 def choose_named(flag: str, base: type, text: str) -> Any:
-    """Return the object of ``NAME`` or ``NAME:VALUE``, with the value of the constructor's first argument.
-
-    Args:
-        flag: the flag with this text.
-        base: the class whose registered subclasses have the names.
-        text: the text; names are not case-sensitive.
-
-    Raises:
-        UsageError: if it is not registered, or the value does not fit.
-    """
+    """Return the object of ``NAME`` or ``NAME:VALUE``, with the value of the constructor's first argument."""
     name, colon, value = text.partition(":")
     known = {each.lower(): each for each in names(base)}
     target = find(flag, base, known.get(name.lower(), name))
@@ -479,11 +411,7 @@ def choose_named(flag: str, base: type, text: str) -> Any:
 
 
 def arguments_from(group: Flags, names: Iterable[str], target: Any) -> dict[str, Any]:
-    """Return the flags with some names that the user has changed, as arguments of a class.
-
-    Raises:
-        UsageError: if the class has no argument with the name of a changed flag.
-    """
+    """Return the flags with some names that the user has changed, as arguments of a class."""
     values = {name: getattr(group, name) for name in names}
     given = {name: value for name, value in values.items() if value != getattr(type(group), name)}
     for name in given.keys() - parameters_of(target).keys():

@@ -52,23 +52,14 @@ METHODS: dict[Method, MethodParts] = {
 
 
 def join(config: Any) -> PartialState:
-    """Join the processes of this launch, and check that all were started with the same flags, paths aside.
-
-    Raises:
-        UsageError: if they were not, or cannot work together.
-        RunError: if other processes do not join, or cannot be reached.
-    """
+    """Join the processes of this launch, and check that all were started with the same flags, paths aside."""
     state = join_processes()
     check_equal(state, lambda: {f"--{name}": value for name, value in plain(config, paths=False).items()})
     return state
 
 
 def open_trained(config: SamplingConfig) -> tuple[PartialState, Trained, dict[str, Any]]:
-    """Join the processes, and load a trained flow with the solver options of the flags.
-
-    Raises:
-        UsageError: if the checkpoint cannot be used, or a flag has no effect on its flow.
-    """
+    """Join the processes, and load a trained flow with the solver options of the flags."""
     state = join(config)
     set_seed(config.samples.seed)
     trained = load_trained(config.model, state)
@@ -79,11 +70,7 @@ def open_trained(config: SamplingConfig) -> tuple[PartialState, Trained, dict[st
 
 
 def load_trained(model: ModelConfig, state: PartialState) -> Trained:
-    """Load a trained flow on this process's device, from the same checkpoint on all processes. Collective.
-
-    Raises:
-        UsageError: if there is no checkpoint, it differs between machines, or its autoencoder is missing.
-    """
+    """Load a trained flow on this process's device, from the same checkpoint on all processes. Collective."""
 
     def read(source: Path) -> Trained:
         check_equal(state, lambda: {f"the manifest of {source}": checkpoint.fingerprint(source)})
@@ -111,11 +98,7 @@ def _move_text_encoder(trained: Trained, source: str) -> None:
 
 
 def _autoguidance(config: SamplingConfig, trained: Trained, state: PartialState) -> Guidance:
-    """Return the guidance by the early checkpoint of a run. Collective.
-
-    Raises:
-        UsageError: if the flow is no rectified flow, or there is no early checkpoint of its kind.
-    """
+    """Return the guidance by the early checkpoint of a run. Collective."""
     flow, source = trained.flow, trained.source
     if type(flow).sample is not RectifiedFlow.sample:
         raise UsageError(f"--autoguidance has no effect: {source} holds a {type(flow).__name__}")
@@ -137,11 +120,7 @@ def guidance_of(flags: SolverConfig, flow: Flow) -> Guidance:
 
 
 def _solver_options(flags: SolverConfig, trained: Trained) -> dict[str, Any]:
-    """Return the arguments of ``flow.sample`` for the flags of the solver.
-
-    Raises:
-        UsageError: if a flag has no effect on the flow.
-    """
+    """Return the arguments of ``flow.sample`` for the flags of the solver."""
     flow, source, options = trained.flow, trained.source, dict[str, Any]()
     if flags.solver is not None:
         options["solver"] = flags.solver
@@ -165,18 +144,7 @@ def _solver_options(flags: SolverConfig, trained: Trained) -> dict[str, Any]:
 
 
 def build_flow(config: TrainConfig, conditions: ConditionSpecs, space: Space | None = None) -> Flow:
-    """Build the network and flow of the flags.
-
-    Args:
-        config: all flags.
-        conditions: conditions of the data. The network takes columns, and with ``--use_cfg`` also labels and those of
-            items.
-        space: the space of the flow; :func:`build_space` if not given.
-
-    Raises:
-        UsageError: if a name is not registered, an argument does not fit, or ``--use_cfg`` is given and there are no
-            conditions.
-    """
+    """Build the network and flow of the flags."""
     network, flow = choose_network(config.network), choose_flow(config)
     space, given = space or build_space(config.data), config.network
     columns = {name: kind for name, kind in conditions.items() if config.columns.condition_on and name != "labels"}
@@ -207,11 +175,7 @@ def build_flow(config: TrainConfig, conditions: ConditionSpecs, space: Space | N
 
 
 def choose_network(config: NetworkConfig) -> Choice:
-    """Return the network of the flags.
-
-    Raises:
-        UsageError: if it is not registered, or a flag does not fit it.
-    """
+    """Return the network of the flags."""
     choice = choose("network", nn.Module, config.network, but=Flow)  # flows are modules, too
     given = arguments_from(config, ("dim", "dim_mults", "dropout"), choice.target)
     own = {"dropout": config.dropout} if issubclass(choice.target, Unet) else {}  # by default, the class has none
@@ -219,11 +183,7 @@ def choose_network(config: NetworkConfig) -> Choice:
 
 
 def choose_flow(config: TrainConfig) -> Choice:
-    """Return the flow of the flags, with its time distribution.
-
-    Raises:
-        UsageError: if one is not registered, or a flag does not fit it.
-    """
+    """Return the flow of the flags, with its time distribution."""
     flags, method = config.flow, METHODS[config.method]
     name, options = split_part(flags.flow)
     choice = choose("flow", Flow, (name or method.flow.__name__, *options))

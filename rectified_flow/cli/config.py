@@ -129,11 +129,7 @@ class ProgramConfig(Flags):
 
 
 def seconds_of(budget: str) -> float:
-    """Return the seconds of a time such as ``90s``, ``30m``, ``2h`` or ``1d``.
-
-    Raises:
-        UsageError: if the text is not such a time, or the time is 0.
-    """
+    """Return the seconds of a time such as ``90s``, ``30m``, ``2h`` or ``1d``."""
     number, unit = budget[:-1], SECONDS.get(budget[-1:])
     seconds = float(number) * unit if unit and re.fullmatch(r"[0-9]{1,6}(\.[0-9]+)?", number) else 0.0
     if seconds <= 0:

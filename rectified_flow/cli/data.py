@@ -26,11 +26,7 @@ from rectified_flow.system.terminal import line
 
 
 def find_data(config: DataConfig) -> ImageSource | Dataset[Any]:
-    """Return the source of the images that the flags name, or the items of a registered ``--dataset``.
-
-    Raises:
-        UsageError: if there is no such source.
-    """
+    """Return the source of the images that the flags name, or the items of a registered ``--dataset``."""
     name, options = split_part(config.dataset)
     if config.dataset_path is None and name in names("dataset"):
         choice = choose("dataset", "dataset", config.dataset)
@@ -41,28 +37,14 @@ def find_data(config: DataConfig) -> ImageSource | Dataset[Any]:
 
 
 def open_pictures(config: DataConfig, source: ImageSource | None = None) -> ImageDataset:
-    """Open the training pictures, decoding them first if they are not in a store yet.
-
-    Args:
-        config: the flags of the data.
-        source: the source of the images, if it has been found already.
-
-    Raises:
-        UsageError: if they cannot be found, read or stored.
-    """
+    """Open the training pictures, decoding them first if they are not in a store yet."""
     return open_images(source, **data_arguments_of(config))
 
 
 def open_data(data: RunData, source: ImageSource | None = None, kinds: ConditionSpecs | None = None) -> ImageDataset:
     """Open the pictures of a run with their columns and their sources. Collective.
 
-    Args:
-        data: the block ``data`` of ``config.json``.
-        source: the source of the images, if it has been found already.
-        kinds: the conditions of a trained flow, from which columns take their kinds.
-
-    Raises:
-        UsageError: if pictures, columns or sources cannot be found, read or stored.
+    With the conditions of a trained flow, ``kinds``, columns take their kinds from it, and others are left out.
     """
     seed = data.pictures.data_seed or 0
     pictures = open_pictures(data.pictures, source)
@@ -79,10 +61,7 @@ def data_arguments_of(config: DataConfig) -> dict[str, Any]:
 def with_space(config: DataConfig, *, may_choose: bool = True) -> DataConfig:
     """Return the flags of the data with the space of most files, and the size of the first picture in place of 0.
 
-    Args:
-        config: the flags of the data.
-        may_choose: whether to choose the space by the files if ``--space`` is not given. If ``--space`` has arguments
-            but no name, the space is always chosen.
+    The space is chosen by the files if ``--space`` is not given and ``may_choose``, or has arguments but no name.
     """
     folder = config.dataset_path
     is_free = (may_choose or config.space) and not name_of(config.space)
@@ -99,16 +78,7 @@ def with_space(config: DataConfig, *, may_choose: bool = True) -> DataConfig:
 
 
 def check_source(data: DataConfig, flags: SourceConfig, space: Space) -> None:
-    """Check the flags of the sources before any picture is decoded.
-
-    Args:
-        data: the flags of the data.
-        flags: the flags of the sources.
-        space: the space of the data.
-
-    Raises:
-        UsageError: if ``--source_path`` is not a folder, or the degradation does not support the data.
-    """
+    """Check the flags of the sources before any picture is decoded."""
     degradation = choose_degradation(flags.degrade)
     if degradation is not None and space.shape is not None:
         try:
@@ -120,16 +90,7 @@ def check_source(data: DataConfig, flags: SourceConfig, space: Space) -> None:
 
 
 def add_source(pictures: ImageDataset, data: DataConfig, flags: SourceConfig) -> ImageDataset:
-    """Return the pictures with those of ``--source_path`` as their sources, if the flag is given.
-
-    Args:
-        pictures: the pictures to generate.
-        data: the flags of these pictures, by which the sources are read, too.
-        flags: the flags of the sources.
-
-    Raises:
-        UsageError: if the sources cannot be read, or with ``--paired`` if pictures have no partner.
-    """
+    """Return the pictures with those of ``--source_path`` as their sources, if the flag is given."""
     if flags.source_path is None:
         return pictures
     try:
@@ -149,18 +110,7 @@ def add_columns(
     kinds: ConditionSpecs | None = None,
     seed: int = 0,
 ) -> ImageDataset:
-    """Add the columns of ``--condition_on`` to the pictures as conditions, and print a summary of each. Collective.
-
-    Args:
-        pictures: the pictures.
-        flags: the flags of the columns.
-        source: the source of the images, if it has been found already.
-        kinds: the conditions of a trained flow. Columns take their kinds from it, and other columns are left out.
-        seed: seed of the choice among several captions.
-
-    Raises:
-        UsageError: if a column does not exist or does not suit its kind, or the text encoder is unavailable.
-    """
+    """Add the columns of ``--condition_on`` to the pictures as conditions, and print a summary of each. Collective."""
     if not flags.condition_on:
         return pictures
     state, columns = PartialState(), dict[str, Column]()
@@ -228,13 +178,8 @@ def can_augment(data: DataConfig) -> bool:
 def build_space(data: DataConfig, found: ImageDataset | ImageSource | Dataset[Any] | None = None) -> Space:
     """Build the space of the flags; the scales of a space of latents are measured later.
 
-    Args:
-        data: the flags of the data.
-        found: the data in a store; the files of a folder, whose range of values is not known yet; or items, the first
-            of which has the shape of the data.
-
-    Raises:
-        UsageError: if there is no such space or autoencoder, or the size of the pictures does not suit it.
+    The data are in a store, or the files of a folder, whose range of values is not known yet, or items, the first of
+    which has the shape of the data.
     """
     kind = kind_of_space(data)
     target = getattr(kind, "of", kind)
@@ -254,9 +199,5 @@ def build_space(data: DataConfig, found: ImageDataset | ImageSource | Dataset[An
 
 
 def choose_degradation(text: str | None) -> Degradation | None:
-    """Return the degradation of ``--degrade``, if it is given.
-
-    Raises:
-        UsageError: if it is not registered, or the value does not fit.
-    """
+    """Return the degradation of ``--degrade``, if it is given."""
     return None if text is None else choose_named("degrade", Degradation, text)

@@ -104,18 +104,9 @@ def open_distilled(
 ) -> tuple[StoreDataset, Space]:
     """Return the data of a teacher and its space; all processes generate the data first if they are missing.
 
-    Args:
-        distilled: the data to generate, with the teacher's checkpoint.
-        pictures: the teacher's training pictures, whose labels the data get.
-        config: the flags of the run.
-
     Returns:
         A dataset whose items have data as the space stores them, and ``noise``, float16 of the shape of ``x``, or
         ``path``, float16 ``[points, ...]``: all points but the last, the noise first.
-
-    Raises:
-        UsageError: if the data cannot be generated, or those in the folder have another recipe.
-        RunError: if the disk is full.
     """
     state, teacher, stored = PartialState(), distilled.teacher, on_main(PartialState(), lambda: recipe_of(distilled))
     space: Space = build(stored.space if stored else checkpoint.load_document(teacher, checkpoint.FLOW_FILE)["space"])
@@ -142,23 +133,14 @@ def open_distilled(
 
 
 def recipe_of(distilled: DistillationData) -> Recipe | None:
-    """Return the recipe of the data, which may be incomplete; None if nothing has been generated.
-
-    Raises:
-        UsageError: if it cannot be read.
-    """
+    """Return the recipe of the data, which may be incomplete; None if nothing has been generated."""
     store = Artifact(distilled.folder, distilled.kind, ())
     found = [path for folder in (store.path, store.stage) if (path := folder / RECIPE_FILE).exists()]
     return read_document(found[0], Recipe) if found else None
 
 
 def _check_recipe(recipe: Recipe, distilled: DistillationData, *, is_missing: bool) -> None:
-    """Check that the data of a recipe can be generated, and that stored data have the same recipe.
-
-    Raises:
-        UsageError: if the stored data differ from the requested data, or the teacher has no early checkpoint for
-            autoguidance.
-    """
+    """Check that the data of a recipe can be generated, and that stored data have the same recipe."""
     if recipe.autoguidance != 1 and not recipe.earlier and is_missing:
         raise UsageError("--autoguidance needs a checkpoint of the first quarter of the teacher's run: leave it out")
     stored = recipe_of(distilled) or recipe

@@ -32,12 +32,7 @@ NEIGHBOURS_FILE = "neighbours.png"
 
 
 def evaluate(config: EvaluateConfig) -> None:
-    """Compare samples with the training data, and print and save the results; each process takes a share.
-
-    Raises:
-        UsageError: if the checkpoint, its training pictures or the feature network are unavailable.
-        RunError: if the results cannot be written.
-    """
+    """Compare samples with the training data, and print and save the results; each process takes a share."""
     measure = config.samples
     state, trained, options = open_trained(config)
     flow, folder = trained.flow, measure.output_dir or trained.run_folder
@@ -102,16 +97,7 @@ def _settings(config: EvaluateConfig, trained: Trained, state: PartialState) -> 
 def real_data(
     measure: MeasureConfig, trained: Trained, state: PartialState
 ) -> tuple[RealData, ImageDataset | None, HeldOutPictures | None]:
-    """Return a run's training data, the held-out pictures, if any, and the pictures of the held-out loss. Collective.
-
-    Args:
-        measure: flags with the new paths of moved folders.
-        trained: the trained flow, whose conditions columns have.
-        state: state of the processes.
-
-    Raises:
-        UsageError: if the data are unknown or cannot be read.
-    """
+    """Return the training data of a run, its held-out pictures, and those of the held-out loss. Collective."""
     config = config_in(trained.config, trained.source, TrainConfig)
     if "dataset" not in flags_in(trained.config):
         config = replaced(config, _framing_of(trained, measure))

@@ -48,12 +48,7 @@ READ_BY_PAGE = (".css", ".html", ".js", ".json", *LARGE)
 
 
 def export(config: ExportConfig) -> None:
-    """Write the program of a checkpoint and its description.
-
-    Raises:
-        UsageError: if the checkpoint does not exist, or its flow cannot be exported.
-        RunError: if the program differs from the flow, or cannot be written.
-    """
+    """Write the program of a checkpoint and its description."""
     flags = config.model
     trained = checkpoint.read(flags.checkpoint, read_trained)
     call, is_page = NetworkCall(trained.flow), flags.format == "page"
@@ -105,9 +100,6 @@ def converted(
         example: returns random inputs by name for a number of rows.
         what: the module in words, for an error.
         in_half: store matrices and convolutions in float16.
-
-    Raises:
-        RunError: if the program differs from the module.
     """
     expected = {count: module(**example(count)) for count in CHECKED_BATCHES}
     program = to_onnx(module, example(2), {0: Dim("batch")}, in_half=in_half)
@@ -123,11 +115,7 @@ def newest_samples(run_folder: Path) -> bytes | None:
 
 
 def page_sources(thumbnail: bytes | None = None) -> dict[str, bytes]:
-    """Return the files of the page that are the same for every model, by path, with the runtimes unpacked.
-
-    Args:
-        thumbnail: a PNG file that other sites show with a link to the page.
-    """
+    """Return the files of the page that are the same for every model, by path, with the runtimes unpacked."""
     files = {str(file.relative_to(SOURCES)): file.read_bytes() for file in sorted(SOURCES.rglob("*")) if file.is_file()}
     for name in [name for name in files if name.endswith(".xz")]:
         files[name.removesuffix(".xz")] = lzma.decompress(files.pop(name))
@@ -177,10 +165,6 @@ class NetworkCall(nn.Module):
 
     Args:
         flow: a flow of pixels, latents or measurements whose shape is known.
-
-    Raises:
-        UsageError: if the flow is of another kind, of other data, or takes conditions of other kinds than
-            :class:`WrittenCondition` and a source.
     """
 
     def __init__(self, flow: Flow) -> None:
@@ -327,11 +311,7 @@ def load_program(content: bytes) -> Program:
 
 
 def check_program(pairs: Iterable[tuple[Tensor, Tensor]], what: str, in_half: bool) -> float:
-    """Return the largest difference between outputs of a program and of a module, relative to the module's largest.
-
-    Raises:
-        RunError: if the difference is above the tolerance or not a number.
-    """
+    """Return the largest difference between outputs of a program and of a module, relative to the module's largest."""
     tolerance = HALF_TOLERANCE if in_half else TOLERANCE
     differences = [(found - each).abs().max() / each.abs().max().clamp(min=1e-6) for found, each in pairs]
     greatest = float(torch.stack(differences).max())
@@ -342,11 +322,7 @@ def check_program(pairs: Iterable[tuple[Tensor, Tensor]], what: str, in_half: bo
 
 
 def _check_page(call: NetworkCall) -> None:
-    """Check that the page can sample from the flow of a call and show its samples.
-
-    Raises:
-        UsageError: if it cannot.
-    """
+    """Check that the page can sample from the flow of a call and show its samples."""
     flow, space, degradation = call.flow, call.flow.space, call.flow.degradation
     is_field, channels = space.on_page() is not None, (space.picture_shape or call.shape)[0]
     if channels not in (1, RGB) and not is_field:

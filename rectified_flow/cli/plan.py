@@ -133,15 +133,7 @@ class Plan(NamedTuple):
 
 
 def plan(facts: Facts, measure: Measure) -> Plan:
-    """Choose the settings of a run that takes the time of the facts.
-
-    Args:
-        facts: what is known of the data, the flags and the machine.
-        measure: function that measures the speed of a trial.
-
-    Raises:
-        UsageError: if the time is too short, or a step does not fit into the memory.
-    """
+    """Choose the settings of a run that takes the time of the facts."""
     measure = cache(measure)
     dim, why_network = _choose_width(facts, measure)
     trial = Trial(dim, _choose_batch(facts, 0, facts.samples), _choose_precision(facts, measure, dim))

@@ -141,18 +141,7 @@ def may_choose(config: TrainConfig) -> bool:
 def with_plan(
     config: TrainConfig, has_begun: bool, pictures: int, conditions: ConditionSpecs, space: Space
 ) -> TrainConfig:
-    """Return the flags of a run that takes the time of ``--budget``, and print its plan. Collective.
-
-    Args:
-        config: the flags so far, as returned by :func:`with_recipe`.
-        has_begun: whether the run has begun before, and has its plan already.
-        pictures: number of training pictures.
-        conditions: conditions of the data.
-        space: the space of the data.
-
-    Raises:
-        UsageError: if the time is too short, a step exceeds the memory, or there is no run to continue.
-    """
+    """Return the flags of a run that takes the time of ``--budget``, and print its plan. Collective."""
     time = budget_of(config)
     if has_begun:
         return config
@@ -219,11 +208,7 @@ def training_speed(config: TrainConfig, conditions: ConditionSpecs, space: Space
 
 
 def print_speed(config: TrainConfig, length: int, conditions: ConditionSpecs, space: Space) -> None:
-    """Print the time and the memory of a run without a plan. Collective.
-
-    Raises:
-        UsageError: if a step does not fit into the memory of this machine.
-    """
+    """Print the time and the memory of a run without a plan. Collective."""
     state, speed = PartialState(), training_speed(config, conditions, space)
     batch = config.run.split_batch(state.num_processes)
     if speed.rate == 0 or (state.device.type == "cpu" and speed.memory > memory()):

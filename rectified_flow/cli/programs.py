@@ -32,11 +32,6 @@ def run(main: str, config_class: str, description: str | None) -> None:
     The code is 0 for a run that finished, ``--interrupted_exit_code`` for one that a signal stopped, 2 for a
     :class:`UsageError` or a missing package, 1 for anything else. Only an unforeseen error prints a traceback. A signal
     that arrives before the command line is parsed, or while the program exits, kills the process.
-
-    Args:
-        main: ``module:function``, imported after parsing. The function returns False if a signal stopped it.
-        config_class: ``module:class`` of all flags of the program.
-        description: the text at the top of ``--help``, such as the docstring of the program.
     """
     escape_unencodable()
     with exit_on_signals():
@@ -227,11 +222,7 @@ def watch() -> None:
 
 
 def serve_tensorboard(config: Any) -> None:
-    """Start TensorBoard on the folder of the runs, and serve until Ctrl-C.
-
-    Raises:
-        UsageError: if no run in the folder logs to TensorBoard.
-    """
+    """Start TensorBoard on the folder of the runs, and serve until Ctrl-C."""
     from tensorboard import program
 
     folder = config.watched.runs

@@ -31,11 +31,7 @@ def _with_data_seed(config: C) -> C:
 
 
 def config_of(path: Path, kind: type[C] = TrainConfig) -> C:  # type: ignore[assignment]
-    """Return the config of a run by its folder or checkpoint.
-
-    Raises:
-        UsageError: if it cannot be read, or the run was started from Python, without flags of data and network.
-    """
+    """Return the config of a run by its folder or checkpoint."""
     document = read_config(path / checkpoint.CONFIG_FILE)
     if "network" not in flags_in(document):
         raise UsageError(f"{path} was not trained by rectified-flow train: pass one of its runs")
@@ -62,9 +58,6 @@ def resolved(config: C) -> tuple[C, bool]:
     """Return the flags of a run, and whether the run has begun before. Collective.
 
     The given flags take precedence over those that the run began with, or over the data and the network of its teacher.
-
-    Raises:
-        UsageError: if there is no such teacher, or a given flag has no effect beside it.
     """
     state = PartialState()
     begun = on_main(state, lambda: begun_config(config))
@@ -96,11 +89,7 @@ def check_method(config: TrainConfig, begun: TrainConfig) -> None:
 
 
 def check_one_step(config: TrainConfig) -> None:
-    """Check that the folder of the one-step generator that ``config`` describes is free, or that it began there.
-
-    Raises:
-        UsageError: if it holds files of the user's, another run, or data of another teacher.
-    """
+    """Check that the folder of the one-step generator that ``config`` describes is free, or that it began there."""
     if not lexists(config.run.output_dir):
         return
     prepare_folders(config.run)
@@ -112,11 +101,7 @@ def check_one_step(config: TrainConfig) -> None:
 
 
 def _stored_source(distilled: DistillationData) -> Path | None:
-    """Return the teacher's checkpoint of data that exist already; None if there are none.
-
-    Raises:
-        UsageError: if they are of another teacher, or of one that no longer exists.
-    """
+    """Return the teacher's checkpoint of data that exist already; None if there are none."""
     stored = recipe_of(distilled)
     if stored is None:
         return None

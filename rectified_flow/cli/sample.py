@@ -82,13 +82,7 @@ class Outputs:
 
 
 def sample(config: SampleConfig) -> None:
-    """Sample this process's share of the images, and write a grid on the main process.
-
-    Raises:
-        UsageError: if the checkpoint, the classes or the pictures to start from do not exist, or do not fit; if the
-            folder cannot be written or has other pictures.
-        RunError: if a picture cannot be written.
-    """
+    """Sample this process's share of the images, and write a grid on the main process."""
     like = None if config.samples.like is None else read_provenance(config.samples.like)
     if like is not None:
         scales = tuple(f"{name}={scale:g}" for name, scale in like.guidance.items())
@@ -122,11 +116,7 @@ def sample(config: SampleConfig) -> None:
 
 
 def _repeat(like: Provenance, trained: Trained, options: dict[str, Any]) -> SampleRequest:
-    """Return the request for a picture that was generated earlier.
-
-    Raises:
-        UsageError: if another model generated it, or its settings do not determine it.
-    """
+    """Return the request for a picture that was generated earlier."""
     if like.model != model_hash(trained.flow):
         raise UsageError(f"--like needs a picture of {trained.source}, and another model generated this one")
     if like.number is None or like.from_picture:

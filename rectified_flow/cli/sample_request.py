@@ -61,16 +61,7 @@ class SampleRequest:
 
 
 def read_request(flags: PicturesConfig, trained: Trained, options: dict[str, Any]) -> SampleRequest:
-    """Read the flags of the pictures.
-
-    Args:
-        flags: the flags of the pictures.
-        trained: the trained flow.
-        options: further arguments of :func:`sample_batches`.
-
-    Raises:
-        UsageError: if a flag has no effect on the flow, or what it names cannot be read.
-    """
+    """Read the flags of the pictures."""
     flow, source, has_pictures = trained.flow, trained.source, flags.from_images is not None
     if flow.from_source and not has_pictures:
         raise UsageError(f"{source} translates pictures: pass some with --from_images")
@@ -239,11 +230,7 @@ def load_mask(path: Path, files: Sequence[Path], space: Space) -> Tensor:
 
 
 def names_of_results(path: Path, files: Sequence[Path], variants: int) -> list[str]:
-    """Return names of the results of ``files``, all of the first variant before those of the next.
-
-    Raises:
-        UsageError: if two results would have the same name.
-    """
+    """Return names of the results of ``files``, all of the first variant before those of the next."""
     folder = path if path.is_dir() else path.parent
     stems = ["-".join(file.relative_to(folder).with_suffix("").parts) for file in files]
     names = [f"{stem}{f'-{number + 1}' * (variants > 1)}" for number in range(variants) for stem in stems]

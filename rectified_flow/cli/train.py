@@ -134,11 +134,7 @@ def _space_of(config: TrainConfig, found: Any, *, has_begun: bool) -> Space:
 
 
 def check_flags(config: TrainConfig) -> None:
-    """Check what the flags of several groups exclude, and the names of registered parts.
-
-    Raises:
-        UsageError: if a flag has no effect beside another, or names nothing that is registered.
-    """
+    """Check what the flags of several groups exclude, and the names of registered parts."""
     check_rules(config, config.given)
     method, has_teacher = config.method, config.teacher.teacher is not None
     if (method in ("distill", "reflow")) != has_teacher:
@@ -213,13 +209,7 @@ def _records(config: TrainConfig) -> dict[str, Any]:
 def start_from(origin: Path | None, run: TrainingConfig, flow: Flow) -> None:
     """Initialise the network of a new run with the weights of ``origin`` whose shapes match. Collective.
 
-    Args:
-        origin: a run or checkpoint, or None to change nothing.
-        run: the flags of the run; the weights of a run that resumes are not changed.
-        flow: the flow whose network is initialised.
-
-    Raises:
-        UsageError: if ``origin`` is neither a run nor a checkpoint, or has another architecture.
+    The weights of a run that resumes are not changed.
     """
     if origin is None or run.origin is not None or checkpoint.list_checkpoints(run.checkpoints):
         return
@@ -274,16 +264,7 @@ def summarize_pictures(dataset: ImageDataset) -> str:
 
 
 def hold_out_pictures(pictures: ImageDataset, config: TrainConfig) -> Split | None:
-    """Return the split by ``--holdout``, or None if nothing is held out. Collective.
-
-    Args:
-        pictures: all pictures.
-        config: the flags of the run.
-
-    Raises:
-        UsageError: if a split that a flag requests leaves too few pictures in one of its parts, or
-            ``--stop_when_memorising`` has no held-out pictures.
-    """
+    """Return the split by ``--holdout``, or None if nothing is held out. Collective."""
     state, share, split = PartialState(), config.data.holdout, split_of(pictures, config.data)
     asked = "holdout" in config.given or config.evaluation.stop_when_memorising
     if split is None:
@@ -306,11 +287,7 @@ def hold_out_pictures(pictures: ImageDataset, config: TrainConfig) -> Split | No
 def build_heldout_hook(
     run: TrainingConfig, config: EvaluationConfig, training: StoreDataset, held_out: StoreDataset
 ) -> HeldOutHook:
-    """Return the callback that measures the loss on held-out pictures, and on as many training pictures.
-
-    Raises:
-        UsageError: if ``--stop_when_memorising`` would have too few measurements.
-    """
+    """Return the callback that measures the loss on held-out pictures, and on as many training pictures."""
     batch = run.split_batch(PartialState().num_processes)
     total = run.total_steps(batch, len(training))
     often = max(1, total // MEASUREMENTS)
