@@ -224,7 +224,10 @@ def plain(config: Any, *, paths: bool = True) -> dict[str, Any]:
 
 
 def flags_in(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the flags by name that a document holds: a file of flags, or the ``config.json`` of a run."""
+    """Return the flags by name that a document holds: a file of flags, or the ``config.json`` of a run.
+
+    It is ``{data, flow, training}``; ``{run, flags}``, as commit c5b7768 wrote it; or flags alone.
+    """
     if "training" in document:
         flags = _flat(document.get("data", {})) | document["training"]
     elif {"run", "flags"} & document.keys():
