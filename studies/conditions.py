@@ -2,7 +2,7 @@
 
 The data are a folder with a metadata file, or synthetic-flowers, whose sizes, hues and numbers of petals are known. A
 tenth of the rows is held out, and samples get their conditions. The budget is a number of images, and all cases have
-the settings ``CHOSEN`` of studies/training.py. Figures are those of rectified_flow/evaluation/agreement.py.
+the settings ``CHOSEN`` of studies/training.py. Figures are those of the metric agreement.
 """
 
 import sys

@@ -13,6 +13,6 @@ Coupling = Literal["independent", "ot", "immiscible"]
 Prediction = Literal["velocity", "clean", "noise"]
 Distance = Literal["mse", "pseudo_huber"]
 ObjectiveName = Literal["mean_flow", "improved_mean_flow"]
-Solver = Literal["euler", "midpoint", "heun", "ab2"]
+Solver = Literal["euler", "midpoint", "heun", "ab2", "dpmpp_2m", "stochastic"]
 TimeGrid = Literal["uniform", "shifted", "edm"]
 WEIGHT_POWER = 0.75  # the default exponent of the weights of rows

@@ -2,19 +2,21 @@
 
 A rectified flow's paths are nearly straight, so few steps of a fixed solver suffice. Euler takes the velocity at the
 start of an interval for all of it; its error falls with the number of steps. Midpoint takes the velocity halfway, Heun
-the mean of the velocities at both ends; their errors fall with its square, at two network calls a step.
-Adams-Bashforth extrapolates from the step before, and so has order 2 at one call a step.
+the mean of the velocities at both ends; their errors fall with its square, at two network calls a step. The multistep
+solvers extrapolate from the step before, and so have order 2 at one call a step. The stochastic solver is no
+integrator: it replaces some of the noise at each step, which corrects earlier errors and adds variance.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from math import inf
+from math import copysign, exp, inf, isfinite, log, sqrt
 
 import torch
 from torch import Tensor
 
+from rectified_flow import randomness
 from rectified_flow.condition import ConditionSpecs, Values, chosen, none_of
 from rectified_flow.flows import Solver
 
@@ -25,7 +27,7 @@ Watch = Callable[[float, Tensor], object]
 Inpaint = Callable[[Tensor, float], Tensor]
 """A function that returns ``x`` at a time with the part that is not generated put back."""
 
-CALLS_PER_STEP: dict[Solver, int] = {"euler": 1, "midpoint": 2, "heun": 2, "ab2": 1}
+CALLS_PER_STEP: dict[Solver, int] = {"euler": 1, "midpoint": 2, "heun": 2, "ab2": 1, "dpmpp_2m": 1, "stochastic": 1}
 """Network calls in one interval."""
 
 
@@ -46,7 +48,10 @@ def integrate(
         x: initial value.
         times: falling from noise to data.
         solver: ``euler`` has order 1 and calls ``velocity`` once a step; ``midpoint`` and ``heun`` have order 2 and
-            call it twice; ``ab2`` (Adams-Bashforth) has order 2 and calls it once.
+            call it twice; ``ab2`` (Adams-Bashforth) and ``dpmpp_2m`` (DPM-Solver++(2M), by its name in k-diffusion)
+            have order 2 and call it once. ``stochastic`` steps like Euler and replaces part of the noise that is left
+            by a fresh draw, which keeps the distribution at each time and corrects errors made before (the generalised
+            DDIM of Song et al. 2020, arXiv:2010.02502, eq. 12).
         watch: called with time and ``x`` at the start and after each interval.
         inpaint: see :func:`take_steps`.
         evaluate_at_data: whether ``velocity`` exists at time 0; if not, a step of ``heun`` that ends there is an Euler
@@ -57,6 +62,8 @@ def integrate(
         "midpoint": partial(_midpoint, velocity),
         "heun": partial(_heun, velocity, evaluate_at_data),
         "ab2": _adams_bashforth(velocity),
+        "dpmpp_2m": _data_prediction(velocity),
+        "stochastic": partial(_stochastic, velocity),
     }
     return take_steps(steps[solver], x, times, watch, inpaint)
 
@@ -100,6 +107,15 @@ def _heun(velocity: Velocity, evaluate_at_data: bool, x: Tensor, t: float, t_nex
     return x + dt / 2 * (start + velocity(x + dt * start, t + dt))
 
 
+def _stochastic(velocity: Velocity, x: Tensor, t: float, t_next: float) -> Tensor:
+    v = velocity(x, t)
+    clean, noise = x - t * v, x + (1 - t) * v
+    renewed = 1 - exp((t_next - t) / t)
+    fresh = randomness.randn(f"solver noise at {t_next:.6f}", x.shape, x.device)
+    noise = sqrt(1 - renewed) * noise + sqrt(renewed) * fresh
+    return (1 - t_next) * clean + t_next * noise
+
+
 def _adams_bashforth(velocity: Velocity) -> Step:
     """Return the steps of Adams-Bashforth of order 2 for steps of different sizes.
 
@@ -118,6 +134,39 @@ def _adams_bashforth(velocity: Velocity) -> Step:
         return x + (t_next - t) * (v + ratio / 2 * (v - v_last))
 
     return step
+
+
+def _data_prediction(velocity: Velocity) -> Step:
+    """Return the steps of DPM-Solver++(2M) (Lu et al. 2022, arXiv:2211.01095, algorithm 2) for straight paths.
+
+    The velocity is ``v = (x - D) / t`` for the denoised ``D``. In terms of ``lam = log((1 - t) / t)``, half the
+    logarithm of the signal-to-noise ratio, ``d(x / t) / dlam = exp(lam) D``. With a constant ``D``, the solution from
+    ``t`` to ``s`` is ``x_s = s / t x + (1 - s / t) D = x + (s - t) v``, an Euler step. The solver draws a straight line
+    in ``lam`` through the last two predictions and takes its value in the middle of the step, whose size in ``lam`` is
+    ``h``: ``D + h / (2 h_last) (D - D_last)``. With ``u = (x - D_last) / t``, the velocity to the last prediction, this
+    is the velocity ``v + h / (2 h_last) (v - u)``.
+
+    At times 0 and 1, ``lam`` is infinite. After a step from there, the correction has the limit 0. The step that ends
+    there is an Euler step, as extrapolation has no limit; at time 0 its result is ``D``.
+    """
+    last: tuple[float, Tensor] | None = None
+
+    def step(x: Tensor, t: float, t_next: float) -> Tensor:
+        nonlocal last
+        v, lam = velocity(x, t), _log_ratio(t)
+        lam_last, denoised_last = last or (inf, x)
+        last = lam, x - t * v
+        h = _log_ratio(t_next) - lam
+        ratio = h / (lam - lam_last) if isfinite(h) else 0.0
+        corrected = v + ratio / 2 * (v - (x - denoised_last) / t) if ratio else v
+        return x + (t_next - t) * corrected
+
+    return step
+
+
+def _log_ratio(t: float) -> float:
+    """Return the logarithm of ``(1 - t) / t``, infinite at 0 and 1."""
+    return log((1 - t) / t) if 0 < t < 1 else copysign(inf, 0.5 - t)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ def pictures(numbers: Sequence[int], batch_size: int = 64, **how: object) -> dic
     return {i: picture for some, batch in drawn for i, picture in zip(some, batch, strict=True)}
 
 
-@pytest.mark.parametrize("solver", ["midpoint", "ab2"])
+@pytest.mark.parametrize("solver", ["midpoint", "ab2", "dpmpp_2m", "stochastic"])
 def test_a_picture_is_the_same_in_any_company(solver: str) -> None:
     together = pictures(range(6), solver=solver)
     assert {picture.dtype for picture in together.values()} == {torch.uint8}
