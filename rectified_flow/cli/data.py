@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 from rectified_flow.condition import ConditionSpecs, Labels, WrittenCondition
 from rectified_flow.data.config import ColumnConfig, DataConfig, RunData, SourceConfig
 from rectified_flow.data.metadata import Column, choose_columns, identity_of
-from rectified_flow.data.open import find_source, open_dataset, open_images, read_table, reader_of, space_of_folder
+from rectified_flow.data.open import find_source, open_dataset, read_table, reader_of, space_of_folder
 from rectified_flow.data.sources import ImageSource
 from rectified_flow.data.store import ImageDataset, pair_by_name
 from rectified_flow.data.stream import Batches
@@ -38,7 +38,7 @@ def find_data(config: DataConfig) -> ImageSource | Dataset[Any]:
 
 def open_pictures(config: DataConfig, source: ImageSource | None = None) -> ImageDataset:
     """Open the training pictures, decoding them first if they are not in a store yet."""
-    return open_images(source, **data_arguments_of(config))
+    return open_dataset(**data_arguments_of(config), source=source)
 
 
 def open_data(data: RunData, source: ImageSource | None = None, kinds: ConditionSpecs | None = None) -> ImageDataset:
@@ -77,14 +77,9 @@ def with_space(config: DataConfig, *, may_choose: bool = True) -> DataConfig:
     return config
 
 
-def check_source(data: DataConfig, flags: SourceConfig, space: Space) -> None:
+def check_source(flags: SourceConfig) -> None:
     """Check the flags of the sources before any picture is decoded."""
-    degradation = choose_degradation(flags.degrade)
-    if degradation is not None and space.shape is not None:
-        try:
-            degradation.check_sides(*space.shape[-2:])
-        except ValueError as error:
-            raise UsageError(f"--degrade {flags.degrade} does not suit --image_size: {error}") from error
+    choose_degradation(flags.degrade)
     if flags.source_path is not None and not flags.source_path.is_dir():
         raise UsageError(f"--source_path {flags.source_path} is not a folder")
 

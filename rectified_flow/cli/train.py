@@ -123,7 +123,7 @@ def train_run(config: TrainConfig) -> bool:
 def _space_of(config: TrainConfig, found: Any, *, has_begun: bool) -> Space:
     """Return the space of the data, whose scale may be unknown yet, after all checks that need no data."""
     space = build_space(config.data, found)
-    check_source(config.data, config.source, space)
+    check_source(config.source)
     crops = space.autoencoder is not None and "crop" in config.given and config.data.crop == "random" and not has_begun
     refuse({"crop random": crops}, "has no effect with --autoencoder, which encodes the centre: leave it out")
     by_features = config.evaluation.evaluate_every > 0 and "frechet" not in space.metrics

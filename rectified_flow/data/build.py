@@ -28,7 +28,7 @@ from rectified_flow.errors import BusyError, UsageError, first_line
 from rectified_flow.system.artifact import Artifact
 from rectified_flow.system.files import LOCK_TIMEOUT, flush, usable_path, writing
 from rectified_flow.system.machine import processors, require_disk
-from rectified_flow.system.terminal import progress_bar
+from rectified_flow.system.terminal import progress_bar, warn_once
 
 REMEDY = "pass a writable folder with --cache_dir"
 Rows = Mapping[str, np.ndarray[Any, Any]]
@@ -63,12 +63,7 @@ class StoreWriter(Artifact):
         self.length, self.recipe, self.shapes = length, recipe, dict[str, Sequence[int]]()
 
     def prepare(self) -> int:
-        """Make the stage unless it exists, and return the number of rows in it. Call in one process only.
-
-        Raises:
-            OSError: if the stage cannot be made.
-            UsageError: if something foreign is in its place.
-        """
+        """Make the stage unless it exists, and return the number of rows in it. Call in one process only."""
         progress = self.begin()
         if "shapes" in progress:
             self._declare(progress["shapes"])
@@ -81,7 +76,6 @@ class StoreWriter(Artifact):
         """Create a file for each entry of the first rows. Call in one process only.
 
         Raises:
-            OSError: if the files cannot be created.
             UsageError: if the disk has no room for them.
         """
         size = self.length * sum(values[0].nbytes for values in rows.values())
@@ -94,38 +88,23 @@ class StoreWriter(Artifact):
     def _declare(self, shapes: Mapping[str, Sequence[int]]) -> None:
         self.shapes, self.files = dict(shapes), (*shapes, *self.files)
 
-    def write(self, first: int, rows: Rows, *, durable: bool = True) -> None:
-        """Write consecutive rows.
-
-        Args:
-            first: number of the first of these rows.
-            rows: the rows.
-            durable: whether to wait until the rows are on the disk.
-
-        Raises:
-            OSError: if the disk is full.
-        """
+    def write(self, first: int, rows: Rows) -> None:
+        """Write consecutive rows, of which ``first`` is the number of the first, and flush them to the disk."""
         for name, values in rows.items():
             file = self.stage / f"{name}.{values.dtype}"
             with file.open("r+b") as opened:  # on a full disk, a write to a memory map would crash the process
                 opened.seek(first * values[0].nbytes)
                 opened.write(values.tobytes())
-            if durable:
-                flush(file)
+            flush(file)
 
     def written(self, count: int) -> None:
         """Record that the first ``count`` rows are written and flushed. Call in one process only."""
         self.reached({"done": count, "shapes": self.shapes})
 
     def complete(self, labels: np.ndarray[Any, np.dtype[np.int64]] | None = None, **info: Any) -> None:
-        """Write the labels and ``info.json``, once all rows are written, and finish. Call in one process only.
+        """Write the labels, int64 ``[n]``, and ``info.json`` with more fields of :class:`StoreInfo`, and finish.
 
-        Args:
-            labels: int64 ``[n]``; None without labels.
-            info: further fields of :class:`StoreInfo`.
-
-        Raises:
-            OSError: if the disk is full.
+        Call in one process only, once all rows are written.
         """
         labels = np.full(self.length, -1) if labels is None else labels
         np.save(self.stage / LABELS_FILE, labels)
@@ -149,23 +128,18 @@ def claimed(store: StoreWriter, remedy: str = REMEDY) -> Iterator[bool]:
     """Yield on every process whether rows are missing, after waiting for another run that writes them. Collective.
 
     If rows are missing, other runs are locked out inside the block.
-
-    Raises:
-        UsageError: if the folder of the store cannot be written.
     """
-    state = PartialState()
+    state, waiting = PartialState(), f"another run is writing the {store.kind} {store.path}: waiting until it ends"
     with ExitStack() as held:
 
-        def claim(timeout: float) -> bool | None:
+        def claim() -> bool | None:
             with suppress(BusyError):
-                return held.enter_context(store.claimed(remedy, timeout))
+                return held.enter_context(store.claimed(remedy, LOCK_TIMEOUT))
+            warn_once(waiting)
             return None
 
-        is_missing = on_main(state, lambda: claim(timeout=0))
-        if is_missing is None and state.is_main_process:
-            tqdm.write(f"waiting for another run that is writing the {store.kind} {store.path}")
-        while is_missing is None:  # polled, so that no process waits longer than this in a collective
-            is_missing = on_main(state, lambda: claim(timeout=LOCK_TIMEOUT))
+        while (is_missing := on_main(state, claim)) is None:
+            pass  # polled, so that no process waits longer than the timeout in a collective
         yield is_missing
 
 
@@ -185,22 +159,13 @@ def fill(
         describe: function that returns the arguments of :meth:`StoreWriter.complete`, called on the main process.
         doing: verb for the progress bar.
         batch_size: number of rows that each process makes at once.
-
-    Raises:
-        RunError: if the disk is full.
     """
     state = PartialState()
     block = batch_size * state.num_processes
     with writing(f"{store.kind} in {store.stage}", remedy="make room, and run the same command to resume"):
         done = on_main(state, store.prepare)
-        bar = progress_bar(
-            total=store.length,
-            initial=done,
-            desc=f"{doing} {store.kind}",
-            unit=store.kind.removesuffix("s"),
-            disable=not state.is_main_process,
-        )
-        with bar:
+        what, is_silent = f"{doing} {store.kind}", not state.is_main_process
+        with progress_bar(total=store.length, initial=done, desc=what, unit="row", disable=is_silent) as bar:
             for start in range(done, store.length, block):
                 first = start + batch_size * state.process_index
                 end = min(start + block, store.length)
@@ -216,15 +181,11 @@ def fill(
         on_main(state, lambda: store.complete(**describe()))
 
 
-STORE_VERSION = 6
+STORE_VERSION, CHUNK = 6, 64  # version of the stored images, and number of images that are decoded at once
 
 
 def default_cache_dir() -> Path:
-    """Return the default folder of stores: ``$RECTIFIED_FLOW_CACHE``, else the user's cache folder.
-
-    Raises:
-        UsageError: if the default folder cannot exist, for example because the user has no home folder.
-    """
+    """Return the default folder of stores: ``$RECTIFIED_FLOW_CACHE``, else the user's cache folder."""
     base = os.environ.get("XDG_CACHE_HOME", "~/.cache")
     path = Path(os.environ.get("RECTIFIED_FLOW_CACHE", f"{base}/rectified-flow"))
     return usable_path("the default --cache_dir", path)
@@ -248,10 +209,6 @@ def open_store(
         cache_dir: folder of the stores; by default the user's cache folder.
         skip_broken_images: leave out images that cannot be decoded.
         exclude: names of images to leave out.
-
-    Raises:
-        UsageError: if an image is broken and ``skip_broken_images`` is off, if there are no images, or if the cache
-            folder is not writable.
     """
     framing = Framing(framing, framing) if isinstance(framing, int) else framing
     rows = source.rows(framing)
@@ -262,7 +219,8 @@ def open_store(
     store = StoreWriter(path, len(source), "image store", documents=[ORIGINALS_FILE])
     with store.claimed(REMEDY) as is_missing:
         if is_missing:
-            _build(store, source, source.numbers_without(exclude), rows, skip_broken_images)
+            with store.building():
+                _build(store, source, source.numbers_without(exclude), rows, skip_broken_images)
     return path
 
 
@@ -270,57 +228,13 @@ def _build(
     store: StoreWriter, source: ImageSource, numbers: Sequence[int], rows: PictureRows, skip_broken_images: bool
 ) -> None:
     """Decode the images with the given numbers into the store, and note the names and sizes of the originals."""
-    framing = rows.framing
-    labels, broken, originals, contents = list[int](), list[str](), list[Original](), set[bytes]()
-    with store.building():
-        decoder = _decode_all(source, numbers, rows, skip_broken_images)
-        for index, decoded in zip(numbers, decoder, strict=True):
-            if decoded is None:
-                broken.append(source.describe(index))
-                continue
-            row, size, label = decoded
-            if not labels:
-                store.allocate({"images": row[None]})
-            store.write(len(labels), {"images": row[None]}, durable=False)
-            labels.append(label)
-            originals.append(Original(source.name_of(index), *size))
-            contents.add(blake2b(row.tobytes(), digest_size=16).digest())
-            rows.add(row)
-        if not labels:
-            raise UsageError(f"none of the {len(broken)} images in {source.name} could be read")
-        excluded = [f"left out {count} images by --exclude"] if (count := len(source) - len(numbers)) else []
-        for note in (*source.notes, *excluded):
-            tqdm.write(note)
-        if broken:
-            tqdm.write(f"skipped {len(broken)} broken images of {len(numbers)}; the first is {broken[0]}")
-        (store.stage / ORIGINALS_FILE).write_text(json.dumps(originals))
-        store.complete(
-            np.asarray(labels, dtype=np.int64),
-            source=source.name,
-            image_size=min(framing.width, framing.height),
-            class_names=list(source.class_names) if min(labels) >= 0 else [],
-            skipped=broken,
-            framing=asdict(framing),
-            duplicates=len(labels) - len(contents),
-            **rows.info(source.name, {original[1:] for original in originals}),
-        )
 
-
-Decoded = tuple[Row, tuple[int, int], int]
-"""The row of an image, its width and height before it was resized [px], and its class or -1."""
-
-
-def _decode_all(
-    source: ImageSource, numbers: Sequence[int], rows: PictureRows, skip_broken_images: bool
-) -> Iterator[Decoded | None]:
-    """Decode in order, one chunk at a time, with threads on all cores: the decoder releases the GIL."""
-
-    def decode(index: int) -> Decoded | None:
+    def decode(index: int) -> tuple[Row, tuple[int, int], int] | None:
+        """Return the row of an image, its width and height before [px], and its class or -1; None if it is broken."""
         try:
             image, label = source.load(index)
-            classes = len(source.class_names)
-            if not -1 <= label < classes:
-                raise UsageError(f"its label is {label}, outside the {classes} classes numbered from 0")
+            if not -1 <= label < len(source.class_names):
+                raise UsageError(f"its label is {label}, outside the {len(source.class_names)} classes numbered from 0")
             return *rows.fit(image), label
         except Exception as error:  # decoders raise exceptions of many types
             if skip_broken_images:
@@ -328,9 +242,41 @@ def _decode_all(
             broken = f"broken image {source.describe(index)} ({getattr(error, 'strerror', None) or first_line(error)})"
             raise UsageError(f"{broken}: remove it, or pass --skip_broken_images") from error
 
+    labels, broken, originals, contents = list[int](), list[str](), list[Original](), set[bytes]()
     bar = progress_bar(total=len(numbers), desc=f"preparing {source.name}", unit="img")
-    with bar, ThreadPoolExecutor(processors()) as pool:
-        for start in range(0, len(numbers), 256):  # at most one chunk in flight
-            for result in pool.map(decode, numbers[start : start + 256]):
-                yield result
+    with bar, ThreadPoolExecutor(processors()) as pool:  # the decoder releases the GIL
+        for chunk in (numbers[start : start + CHUNK] for start in range(0, len(numbers), CHUNK)):
+            written = list[Row]()
+            for index, decoded in zip(chunk, pool.map(decode, chunk), strict=True):
                 bar.update()
+                if decoded is None:
+                    broken.append(source.describe(index))
+                    continue
+                row, size, label = decoded
+                written.append(row)
+                rows.add(row)
+                contents.add(blake2b(row.tobytes(), digest_size=16).digest())
+                originals.append(Original(source.name_of(index), *size))
+                labels.append(label)
+            if written:
+                images = {"images": np.stack(written)}
+                if not store.shapes:
+                    store.allocate(images)
+                store.write(len(labels) - len(written), images)
+    if not labels:
+        raise UsageError(f"none of the {len(broken)} images in {source.name} could be read")
+    excluded = [f"left out {count} images by --exclude"] if (count := len(source) - len(numbers)) else []
+    skipped = [f"skipped {len(broken)} broken images of {len(numbers)}; the first is {each}" for each in broken[:1]]
+    for note in (*source.notes, *excluded, *skipped):
+        tqdm.write(note)
+    (store.stage / ORIGINALS_FILE).write_text(json.dumps(originals))
+    store.complete(
+        np.asarray(labels, dtype=np.int64),
+        source=source.name,
+        image_size=min(rows.framing.width, rows.framing.height),
+        class_names=list(source.class_names) if min(labels) >= 0 else [],
+        skipped=broken,
+        framing=asdict(rows.framing),
+        duplicates=len(labels) - len(contents),
+        **rows.info(source.name, {original[1:] for original in originals}),
+    )

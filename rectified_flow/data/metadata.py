@@ -13,12 +13,11 @@ import re
 import unicodedata
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
-from math import isfinite
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -27,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rectified_flow.condition import Condition, WrittenCondition, as_number, with_point
+from rectified_flow.condition import Condition, WrittenCondition, with_point
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.registry import describe, find, names
 from rectified_flow.system.files import printable, read_bytes
@@ -36,13 +35,13 @@ METADATA_FILES = ("metadata.csv", "metadata.jsonl")
 FILE_NAME, TEXT = "file_name", "text"
 SEPARATORS = ",;\t"
 Rows = Sequence[tuple[Any, str]]  # the value of each row of a column, with the place of the row
-RESERVED = (
-    {"x", "t", "r", "images", "latents", "noise", "noise_rows", "path", "source", "unknown", "labels", "time", "kind"}
-    | {"self", "steps", "count", "solver", "grid", "guidance", "start", "noise_level", "mask", "watch", "decode"}
-    | {"seed", "strength"}
-)
+RESERVED = {
+    *("x", "t", "r", "images", "latents", "noise", "noise_rows", "path", "source", "unknown", "labels", "time", "kind"),
+    *("self", "steps", "count", "solver", "grid", "guidance", "start", "noise_level", "mask", "watch", "decode"),
+    *("seed", "strength"),
+}
 """Names of other entries of a batch, inputs of a network, arguments of ``sample``, and an entry of a description."""
-FIRST_VALUES, SHORT = 3, 30  # number of the first values of a column that are printed, and their largest length
+FIRST_VALUES, SHORT = 3, 30  # number of the most frequent values that are printed, and their largest length
 
 
 @dataclass(frozen=True)
@@ -50,45 +49,32 @@ class Table:
     """The columns of a dataset.
 
     Args:
-        columns: the values of each row by column, or a function that reads them; None, an empty text or an empty list
-            where there is none.
+        columns: the values of each row by column; None, an empty text or an empty list where there is none.
         places: the place of each row, such as ``row 12 of metadata.csv``; empty for a picture without a row.
         notes: lines to print.
         rows: numbers of the rows that belong to the table; None for all.
     """
 
-    columns: Mapping[str, Sequence[Any] | Callable[[], Sequence[Any]]]
+    columns: Mapping[str, Sequence[Any]]
     places: Sequence[str]
     notes: Sequence[str] = ()
     rows: Sequence[int] | None = None
 
     def read(self, column: str) -> list[tuple[Any, str]]:
         """Return the value of each row of a column, with the place of the row."""
-        values = self.columns[column]
-        values = values() if callable(values) else values
+        values = list(self.columns[column])
         return [(values[row], self.places[row]) for row in (range(len(values)) if self.rows is None else self.rows)]
 
 
 def read_metadata(metadata: Sequence[Path], files: Sequence[Path]) -> Table:
-    """Read metadata files, and text files beside pictures.
-
-    Args:
-        metadata: the files to read, whose names are in :data:`METADATA_FILES`.
-        files: the pictures, one for each row of the table.
-
-    Raises:
-        UsageError: if a file cannot be read, has no column ``file_name``, or names a picture twice.
-    """
+    """Read metadata files, whose names are in :data:`METADATA_FILES`, and text files beside some pictures."""
     number = {_normal(file): row for row, file in enumerate(files)}
     columns = defaultdict[str, list[Any]](lambda: [None] * len(files))
-    places, absent = [""] * len(files), list[str]()
+    places, absent = [""] * len(files), list[object]()
     for path in metadata:
         for line, values in enumerate(_read(path), start=1):
-            place = f"row {line} of {printable(path.name)}"
-            name = values.pop(FILE_NAME, None)
-            if not name or not isinstance(name, str):
-                raise UsageError(f"{place} has no {FILE_NAME}: name the picture in a column {FILE_NAME} ({path})")
-            row = number.get(_normal(path.parent / name.replace("\\", "/")))
+            place, name = f"row {line} of {printable(path.name)}", values.pop(FILE_NAME, None)
+            row = number.get(_normal(path.parent / str(name).replace("\\", "/")))
             if row is None:
                 absent.append(name)
                 continue
@@ -98,27 +84,14 @@ def read_metadata(metadata: Sequence[Path], files: Sequence[Path]) -> Table:
             for column, value in values.items():
                 columns[column][row] = value
     if absent and not any(places):
-        raise UsageError(f"no file named in {metadata[0]} exists, such as {absent[0]}: write paths relative to it")
+        raise UsageError(f"no {FILE_NAME} in {metadata[0]} exists, such as {absent[0]}: write paths relative to it")
     notes = [f"{len(absent)} rows of the metadata name no picture in the folder, such as {each}" for each in absent[:1]]
-    notes += _add_text_files(columns, places, files)
-    alone = [file for file, place in zip(files, places, strict=True) if not place]
-    if columns and alone:
-        notes.append(f"{len(alone)} pictures have no row in the metadata, such as {printable(alone[0].name)}")
+    if TEXT not in columns:
+        beside = {row: path for row, file in enumerate(files) if (path := file.with_suffix(".txt")).exists()}
+        for row, path in beside.items():
+            columns[TEXT][row] = _text_of(path)
+            places[row] = places[row] or printable(path.name)
     return Table(dict(columns), places, notes)
-
-
-def _add_text_files(columns: dict[str, list[Any]], places: list[str], files: Sequence[Path]) -> list[str]:
-    """Add the column ``text`` of the files ``NAME.txt`` beside pictures, unless the metadata has it; return notes."""
-    listed = {folder: {*os.listdir(folder)} for folder in {file.parent for file in files}}
-    beside = {
-        row: file.with_suffix(".txt") for row, file in enumerate(files) if f"{file.stem}.txt" in listed[file.parent]
-    }
-    if beside and TEXT in columns:
-        return [f"{TEXT} is a column of the metadata: {len(beside)} .txt files beside the pictures are not read"]
-    for row, path in beside.items():
-        columns[TEXT][row] = _text_of(path)
-        places[row] = " and ".join(filter(None, (places[row], printable(path.name))))
-    return []
 
 
 def _normal(file: Path) -> str:
@@ -140,19 +113,16 @@ def _text_of(path: Path) -> str:
 def _read(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a metadata file."""
     text, rows = _text_of(path), list[dict[str, Any]]()
+    lines = _csv_rows(text) if path.suffix == ".csv" else map(json.loads, filter(str.strip, text.split("\n")))
     try:
-        for row in _csv_rows(text) if path.suffix == ".csv" else map(json.loads, filter(str.strip, text.split("\n"))):
-            if not isinstance(row, dict):
-                raise ValueError("it is not a JSON object")
-            rows.append(row)
-    except (ValueError, RecursionError, csv.Error) as error:
+        rows.extend(lines)
+    except (ValueError, csv.Error) as error:
         raise UsageError(f"{path} cannot be read (row {len(rows) + 1}: {first_line(error)}): correct it") from error
     return rows
 
 
 def _csv_rows(text: str) -> Iterator[dict[str, Any]]:
     """Yield the rows; the separator is the one that surrounds ``file_name`` in the header."""
-    csv.field_size_limit(2**31 - 1)
     header = text.partition("\n")[0]
     found = [each for each in SEPARATORS if FILE_NAME in (name.strip(' "') for name in header.split(each))]
     if not found:
@@ -182,11 +152,6 @@ class Column:
     texts: Sequence[str]
     values: Any
 
-    @property
-    def varies(self) -> bool:
-        """Whether a row may have another value in each epoch."""
-        return bool((np.diff(self.first) > 1).any())
-
     @cached_property
     def fingerprint(self) -> str:
         """Hash of the kind and of the values."""
@@ -194,29 +159,19 @@ class Column:
         digest.update(self.first.tobytes() + "\0".join(self.texts).encode())
         return digest.hexdigest()
 
-    def read(self, rows: Sequence[int], draws: Sequence[int]) -> Tensor:
-        """Return a value for each row, ``[b, ...]``.
-
-        Args:
-            rows: numbers of the rows.
-            draws: a number for each row, which determines which of several values it gets.
-        """
-        numbers = self.numbers(rows, draws)
+    def read(self, numbers: Sequence[int]) -> Tensor:
+        """Return the values of the numbers ``[b, ...]``, and "none" for -1; see :meth:`numbers`."""
+        none = self.kind.none(len(numbers), torch.device("cpu"))
         there = [number for number in numbers if number >= 0]
-        none = self.kind.none(len(rows), torch.device("cpu"))
         if not there:
             return none
         values: Tensor = self.values[there]
-        result = none.to(values.dtype)
-        result[torch.tensor([number >= 0 for number in numbers])] = values
-        return result
-
-    def texts_of(self, rows: Sequence[int], draws: Sequence[int]) -> list[str]:
-        """Return the written values of rows, empty where there is none; see :meth:`read`."""
-        return ["" if number < 0 else self.texts[number] for number in self.numbers(rows, draws)]
+        none = none.to(values.dtype)
+        none[torch.tensor(numbers) >= 0] = values
+        return none
 
     def numbers(self, rows: Sequence[int], draws: Sequence[int]) -> list[int]:
-        """Return the number of the value of each row, or -1; see :meth:`read`."""
+        """Return the number of the value of each row, or -1; a drawn number determines which of several it is."""
         spans = (self.first[row : row + 2].tolist() for row in rows)
         pairs = zip(spans, draws, strict=True)
         return [begin + draw % (end - begin) if end > begin else -1 for (begin, end), draw in pairs]
@@ -249,13 +204,10 @@ class ColumnSpec:
     def summary(self) -> str:
         """A summary of the column in one line."""
         missing, counts = int((np.diff(self.first) == 0).sum()), Counter(self.texts)
-        numbers = sorted(number for text in counts if (number := as_number(text)) is not None)
-        span = f", {numbers[0]:g} to {numbers[-1]:g}" if len(numbers) == len(counts) else ""
         gaps = f", missing in {missing} of {len(self.first) - 1} rows" * (missing > 0)
-        some = [(shorten(text, SHORT, placeholder="..."), count) for text, count in counts.most_common(FIRST_VALUES)]
-        shown = ", ".join(f"{text} ({count})" if count > 1 else text for text, count in some)
-        more = ", ..." * (len(counts) > len(some))
-        return f"{self.kind.column_type}{span}, {len(counts)} different{gaps}: {shown}{more}"
+        first = counts.most_common(FIRST_VALUES)
+        some = ", ".join(f"{shorten(text, SHORT, placeholder='...')} ({count})" for text, count in first)
+        return f"{self.kind.column_type}, {len(counts)} different{gaps}: {some}{', ...' * (len(counts) > FIRST_VALUES)}"
 
 
 def choose_columns(table: Table, wanted: Sequence[str], source: str) -> list[ColumnSpec]:
@@ -265,26 +217,22 @@ def choose_columns(table: Table, wanted: Sequence[str], source: str) -> list[Col
         table: all columns.
         wanted: names of columns, or ``all``; ``COLUMN=TYPE`` requests a kind.
         source: name of the pictures, for errors.
-
-    Raises:
-        UsageError: if there is no such column, it has no values, or a value does not suit its kind.
     """
     has = ", ".join(table.columns) or f"none; write a metadata.csv with a column {FILE_NAME} beside the pictures"
     types = dict(each.partition("=")[::2] for each in wanted)
     every = types.pop("all", None) is not None
-    for column in types:
-        if column not in table.columns:
-            raise UsageError(f"--condition_on {column} does not exist in {source}: its columns are {has}")
     registered = (find("condition_on", WrittenCondition, name) for name in names(WrittenCondition))
     kinds = {kind.column_type: kind for kind in registered}
+    for column, named in types.items():
+        if column not in table.columns:
+            raise UsageError(f"--condition_on {column} does not exist in {source}: its columns are {has}")
+        if named not in ("", *kinds):
+            raise UsageError(f"--condition_on {column}={named} is not a type: pass {', '.join(kinds)}")
     chosen = list[ColumnSpec]()
     for column in table.columns if every else types:
-        rows = table.read(column)
-        if every and any(_is_nested(value) for value, _place in rows):
-            continue
-        spec = _spec(column, rows, types.get(column, ""), kinds)
+        spec = _spec(column, table.read(column), types.get(column, ""), kinds)
         if spec is None and not every:
-            raise UsageError(f"--condition_on {column} has no values for a condition: leave it out")
+            raise UsageError(f"--condition_on {column} has no values (texts, numbers or lists of texts): leave it out")
         if spec is not None and not (every and spec.has_identifiers):
             chosen.append(spec)
     if not chosen:
@@ -292,45 +240,34 @@ def choose_columns(table: Table, wanted: Sequence[str], source: str) -> list[Col
     return chosen
 
 
-def _is_nested(value: Any) -> bool:
-    """Return whether a value is an object, or a list of anything but texts."""
-    several = value if isinstance(value, list | tuple) else ()
-    return isinstance(value, dict) or not all(isinstance(each, str | None) for each in several)
-
-
 def _spec(column: str, rows: Rows, named: str, kinds: Mapping[str, type[WrittenCondition]]) -> ColumnSpec | None:
-    """Return a column as the named kind, or the one that its values suit; None if it has no values, or no kind."""
-    if named not in ("", *kinds):
-        raise UsageError(f"--condition_on {column}={named} is not a type: pass {', '.join(kinds)}")
-    for value, place in rows:
-        if _is_nested(value):
-            raise UsageError(f"--condition_on {column} is neither a value nor a list of texts in {place}: leave it out")
-    cells = [(_texts_of(value), place) for value, place in rows]
-    texts = [text for cell, _place in cells for text in cell]
-    suitable = [kind for kind in kinds.values() if kind.suits(texts) and all(len(cell) < 2 for cell, _place in cells)]
-    texts_only = [kind for kind in kinds.values() if kind.is_text]
-    kind = kinds[named] if named else next(iter(suitable + texts_only), None)
-    if kind is None:
+    """Return a column as the named kind, or the one that its values suit; None if it has no values, or nested ones."""
+    cells = [cell for value, _place in rows if (cell := _texts_of(value)) is not None]
+    if len(cells) < len(rows):
         return None
-    normal = [[each for text in cell if (each := _normal_text(text, kind, column, place))] for cell, place in cells]
+    texts = [text for cell in cells for text in cell]
+    suitable = [kind for kind in kinds.values() if kind.suits(texts) and all(len(cell) < 2 for cell in cells)]
+    suitable = [kinds[named]] if named else [*suitable, *(kind for kind in kinds.values() if kind.is_text)]
+    if not suitable:
+        return None
+    kind, normal = suitable[0], list[list[str]]()
+    for cell, (_value, place) in zip(cells, rows, strict=True):
+        try:
+            normal.append([each for text in cell if (each := kind.normal(text))])
+        except ValueError as error:
+            found = f"--condition_on {column} has {kind.column_type}s, but {place} has {str(error)!r}"
+            raise UsageError(f"{found}: correct this value, or pass {column}=label") from error
     first = np.cumsum([0, *map(len, normal)], dtype=np.int64)
     texts = [text for cell in normal for text in cell]
     return ColumnSpec(condition_name(column), column, kind, first, texts) if texts else None
 
 
-def _normal_text(text: str, kind: type[WrittenCondition], column: str, place: str) -> str | None:
-    """Return a text as its kind parses it, None for a missing value."""
-    try:
-        return kind.normal(text)
-    except ValueError as error:
-        found = f"--condition_on {column} has {kind.column_type}s, but {place} has {text!r}"
-        raise UsageError(f"{found}: correct this value, or pass {column}=label") from error
-
-
-def _texts_of(value: Any) -> list[str]:
-    """Return the values of a cell as texts."""
-    values = value if isinstance(value, list | tuple) else [value]
-    known = [each for each in values if each is not None and not (isinstance(each, float) and not isfinite(each))]
+def _texts_of(value: Any) -> list[str] | None:
+    """Return the values of a cell as texts; None for an object, or a list of anything but texts."""
+    several = isinstance(value, list | tuple)
+    if isinstance(value, dict) or (several and not all(isinstance(each, str | None) for each in value)):
+        return None
+    known = (each for each in (value if several else [value]) if each is not None)
     texts = (str(each).encode("utf-8", "replace").decode().strip() for each in known)  # without halves of characters
     return [text for text in texts if text]
 

@@ -1,7 +1,6 @@
 """Open a dataset from the values of flags, and read the metadata and the file names of its pictures."""
 
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +8,6 @@ from typing import Any, cast
 
 from accelerate import PartialState
 
-from rectified_flow.data import OXFORD_FLOWERS
 from rectified_flow.data.build import open_store
 from rectified_flow.data.config import Crop, Framing
 from rectified_flow.data.metadata import Table
@@ -63,47 +61,19 @@ def open_dataset(
 
     Raises:
         UsageError: if a path is empty, the ratio does not suit the size, or the images cannot be found, read or stored.
+            An argument is called as the flag of the programs, such as ``--image_size``.
     """
-    arguments = {name: value for name, value in locals().items() if name != "source"}  # the only locals
+    arguments = {name: as_plain(value, name) for name, value in locals().items() if name != "source"}  # the only locals
     if dataset_path is None and os.path.isdir(dataset):
         arguments |= {"dataset": "", "dataset_path": dataset}
-    try:
-        return open_images(source, **arguments)
-    except UsageError as error:
-        raise type(error)(re.sub(r"--(?=[a-z])", "", str(error))) from error  # a flag has the name of its parameter
-
-
-class OxfordFlowersDataset(ImageDataset):
-    """Oxford Flowers 102 as uint8 images ``[3, image_size, image_size]`` with labels and true flower names.
-
-    Args:
-        image_size: side in pixels.
-        split: ``train`` or ``test``.
-        source: a hub id, or a local folder of the same layout.
-        options: further arguments of :func:`rectified_flow.open_dataset`, such as ``cache_dir``.
-
-    Raises:
-        UsageError: if the source cannot be read.
-    """
-
-    def __init__(
-        self, image_size: int = 64, split: str = "train", source: str | Path = OXFORD_FLOWERS, **options: Any
-    ) -> None:
-        opened = open_dataset(str(source), image_size=image_size, split=split, **options)
-        super().__init__(opened.path, opened.arguments)
-
-
-def open_images(source: ImageSource | None = None, **given: Any) -> ImageDataset:
-    """Open a dataset by the arguments of :func:`open_dataset`; errors speak of flags."""
-    arguments = {name: as_plain(value, name) for name, value in given.items()}
-    if "" in (arguments["dataset_path"], arguments["cache_dir"]):  # an empty path would be the current folder
+    if "" in (dataset_path, cache_dir):  # an empty path would be the current folder
         raise UsageError("--dataset_path or --cache_dir is empty: check whether a variable is unset")
     path = open_store(
         find_source(**arguments) if source is None else source,
         framing_of(arguments),
-        cache_dir=None if arguments["cache_dir"] is None else Path(arguments["cache_dir"]),
-        skip_broken_images=arguments["skip_broken_images"],
-        exclude=arguments["exclude"],
+        cache_dir=None if cache_dir is None else Path(cache_dir),
+        skip_broken_images=skip_broken_images,
+        exclude=exclude,
     )
     return ImageDataset(path, arguments)
 
@@ -114,31 +84,16 @@ def framing_of(arguments: Mapping[str, Any]) -> Framing:
 
 
 def read_table(pictures: ImageDataset, source: ImageSource | None = None) -> Table:
-    """Return the columns beside pictures, a row for each picture of the store.
-
-    Args:
-        pictures: pictures, some or all of a store.
-        source: their source; by default that of the arguments of :func:`open_dataset` that opened them.
-
-    Raises:
-        UsageError: if the metadata cannot be read, or pictures have been removed since they were decoded.
-    """
+    """Return the columns beside pictures, a row for each picture of the store, from their source if it is known."""
     source = find_source(**pictures.arguments) if source is None else source
     table, numbers = source.read_table(), {source.name_of(number): number for number in range(len(source))}
     for note in table.notes:
         PartialState().print(escaped(f"note: {note}"))
-    try:
-        return replace(table, rows=[numbers[original.name] for original in pictures.originals])
-    except KeyError as error:
-        raise UsageError(f"{error} was removed from {source.name} meanwhile: run the command again") from error
+    return replace(table, rows=[numbers[original.name] for original in pictures.originals])
 
 
 def find_source(dataset: str, dataset_path: str | Path | None = None, **arguments: Any) -> ImageSource:
-    """Return the source that arguments of :func:`open_dataset` name.
-
-    Raises:
-        UsageError: if the source does not exist, or if ``space`` needs a folder of files.
-    """
+    """Return the source that arguments of :func:`open_dataset` name."""
     split, space = arguments.get("split", "train"), arguments.get("space", ())
     reader, options, _ = reader_of(space)
     if dataset_path is None:
@@ -153,12 +108,11 @@ def find_source(dataset: str, dataset_path: str | Path | None = None, **argument
     if not folder.is_dir():
         what = content_of(folder) if folder.is_file() else None
         raise UsageError(f"--dataset_path {folder} is not a folder" + f", but {what}" * (what is not None))
-    how = {"skip_unreadable": arguments.get("skip_broken_images", False), "split": split}
     if reader is not None:
-        return cast(ImageSource, reader(folder, **how, **typed_options("space", reader, options)))
+        return cast(ImageSource, reader(folder, split=split, **typed_options("space", reader, options)))
     if find_dataset_file(folder) is not None:
         return HuggingFaceSource(folder, split)
-    source = PictureFolder(folder, **how)
+    source = PictureFolder(folder, split=split)
     for other, _most, odd in _claims(folder):
         if odd:
             found = f"{len(odd)} files of {other.kind} are read as pictures, such as {printable(odd[0])}"
@@ -167,10 +121,7 @@ def find_source(dataset: str, dataset_path: str | Path | None = None, **argument
 
 
 def reader_of(space: Sequence[str]) -> tuple[Any, list[str], list[str]]:
-    """Return the class that reads the files of a space from folders, its arguments, and those of the space itself.
-
-    The class is None for pictures.
-    """
+    """Return the class that reads the files of a space, None for pictures; its arguments; and those of the space."""
     name, options = split_part(space)
     readers = (find("space", "reader", each) for each in names("reader"))
     reader = next((each for each in readers if each.space_name == name), None)
@@ -186,7 +137,7 @@ def space_of_folder(folder: Path) -> str | None:
 
 def _claims(folder: Path) -> Iterator[tuple[Any, bool, list[Path]]]:
     """Yield each class that reads folders, with its claim on the files of a folder."""
-    files = find_files(folder, lambda _error: None)  # errors are reported when the files are read
+    files = find_files(folder)
     for name in names("reader"):
         reader = find("space", "reader", name)
         yield reader, *reader.claim(files)

@@ -99,6 +99,8 @@ class StoreDataset(Dataset[dict[str, Tensor]]):
             fingerprint.
     """
 
+    varies = True  # an item may have another source, or another caption, in each epoch
+
     def __init__(self, path: Path, arguments: Mapping[str, Any] | None = None) -> None:
         self.path = Path(path)
         self.arguments = dict(arguments or {})
@@ -107,11 +109,6 @@ class StoreDataset(Dataset[dict[str, Tensor]]):
         self.partners: np.ndarray[Any, np.dtype[np.int64]] | None = None
         self.columns: dict[str, Column] = {}
         self.seed = 0
-
-    @property
-    def varies(self) -> bool:
-        """Whether an item has another source, or another caption, in each epoch."""
-        return self.is_unpaired or any(column.varies for column in self.columns.values())
 
     @property
     def is_unpaired(self) -> bool:
@@ -125,22 +122,11 @@ class StoreDataset(Dataset[dict[str, Tensor]]):
         return changed
 
     def with_columns(self, columns: Mapping[str, Column], *, seed: int = 0) -> Self:
-        """Return the same items with further conditions, which have a value for each row of the store.
-
-        Args:
-            columns: the columns by the name of the condition.
-            seed: seed of the choice among several captions.
-        """
+        """Return the same items with further conditions; the seed is that of the choice among several captions."""
         return self._with(columns=dict(columns), seed=seed)
 
     def with_source(self, source: "StoreDataset", partners: Sequence[int] | None = None, *, seed: int = 0) -> Self:
-        """Return the same items with sources.
-
-        Args:
-            source: rows of the same kind.
-            partners: the item of ``source`` for each row of the store; None if none belong together.
-            seed: seed of the sources of unpaired items.
-        """
+        """Return the same items with sources; see the attributes ``partners`` and ``seed``."""
         known = None if partners is None else np.asarray(partners, dtype=np.int64)
         return self._with(source=source, partners=known, seed=seed)
 
@@ -162,31 +148,27 @@ class StoreDataset(Dataset[dict[str, Tensor]]):
     @cached_property
     def entries(self) -> dict[str, np.ndarray[Any, Any]]:
         """All rows of the store by entry of an item, as memory maps ``[n, ...]``, which must not be modified."""
-        maps = dict[str, np.ndarray[Any, Any]]()
-        for name, shape in self.info.rows.items():
-            file = self.path / name
-            with reading(file):
-                maps[file.stem] = mapped(file, (self.info.length, *shape))
-        return maps
+        files = {self.path / name: (self.info.length, *shape) for name, shape in self.info.rows.items()}
+        with reading(self.path):
+            return {file.stem: mapped(file, shape) for file, shape in files.items()}
 
     @cached_property
     def space(self) -> Space:
         """The space of the stored rows, with the scale of all of them."""
-        framing = self.info.framing
         if self.info.space is not None:
             return cast(Space, build(self.info.space))
-        return Pixels(None if framing is None else framing.shape)
+        return Pixels(None if self.info.framing is None else self.info.framing.shape)
+
+    @cached_property
+    def stored_labels(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """All labels of the store, as a memory map ``[n]``, which must not be modified; -1 without labels."""
+        with reading(self.path / LABELS_FILE):
+            return cast(np.ndarray[Any, Any], np.load(self.path / LABELS_FILE, mmap_mode="c"))
 
     @property
     def labels(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """The labels of the items ``[n]``, -1 without labels."""
         return self.stored_labels if self.rows is None else self.stored_labels[self.rows]
-
-    @cached_property
-    def stored_labels(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """All labels of the store, as a memory map ``[n]``, which must not be modified."""
-        with reading(self.path / LABELS_FILE):
-            return cast(np.ndarray[Any, Any], np.load(self.path / LABELS_FILE, mmap_mode="c"))
 
     @property
     def class_names(self) -> list[str]:
@@ -227,30 +209,28 @@ class StoreDataset(Dataset[dict[str, Tensor]]):
 
     def condition_values(self, indices: Sequence[int]) -> dict[str, Tensor]:
         """Return the conditions of the items of ``indices`` by name."""
-        rows, draws = self._rows_of(indices), self._draws_of(indices)
-        labels = {"labels": torch.from_numpy(self.stored_labels[rows])} if self.class_names else {}
-        return labels | {name: column.read(rows, draws) for name, column in self.columns.items()}
+        labels = {"labels": torch.from_numpy(self.stored_labels[self._rows_of(indices)])} if self.class_names else {}
+        return labels | {name: self.columns[name].read(numbers) for name, numbers in self._numbers_of(indices).items()}
 
     def condition_texts(self, indices: Sequence[int]) -> dict[str, list[str]]:
         """Return the written values of the columns of the items of ``indices``, empty where there is none."""
-        rows, draws = self._rows_of(indices), self._draws_of(indices)
-        return {name: column.texts_of(rows, draws) for name, column in self.columns.items()}
+        columns, numbers = self.columns, self._numbers_of(indices)
+        return {name: ["" if at < 0 else columns[name].texts[at] for at in some] for name, some in numbers.items()}
 
-    def _draws_of(self, indices: Sequence[int]) -> list[int]:
-        """Return a number for each item, by which it gets one of several captions."""
-        if not any(column.varies for column in self.columns.values()):
-            return [0] * len(indices)
-        return [mix(self.seed, "captions", index) for index in indices]
+    def _numbers_of(self, indices: Sequence[int]) -> dict[str, list[int]]:
+        """Return the number of each item's value in each column, one of several captions in each epoch; -1 for none."""
+        draws = [mix(self.seed, "captions", index) for index in indices] if self.columns else []
+        return {name: column.numbers(self._rows_of(indices), draws) for name, column in self.columns.items()}
 
     def _read_sources(self, indices: Sequence[int]) -> dict[str, Tensor]:
         """Return the sources of the items of ``indices``, if they have any."""
         if self.source is None:
             return {}
         if self.partners is None:
-            chosen = image_indices(indices, len(self.source), mix(self.seed, "sources")).tolist()
+            chosen = image_indices(indices, len(self.source), mix(self.seed, "sources"))
         else:
-            chosen = self.partners[self._rows_of(indices)].tolist()
-        [sources] = self.source.read_entries(chosen).values()
+            chosen = self.partners[self._rows_of(indices)]
+        [sources] = self.source.read_entries(chosen.tolist()).values()
         return {"source": sources}
 
     def read_entries(self, indices: Sequence[int]) -> dict[str, Tensor]:
@@ -287,11 +267,6 @@ class ImageDataset(StoreDataset):
         """All images of the store, as a memory map ``[n, c, h, w]``, which must not be modified."""
         return self.entries["images"]
 
-    @property
-    def whole(self) -> "ImageDataset":
-        """All pictures of the store, without sources and columns."""
-        return ImageDataset(self.path, self.arguments)
-
     @cached_property
     def originals(self) -> list[Original]:
         """The picture that each row of the store was made from."""
@@ -314,42 +289,22 @@ def pair_by_name(pictures: ImageDataset, source: ImageDataset, *, skip_unpaired:
         pictures: the pictures to generate.
         source: the pictures to start from.
         skip_unpaired: leave out pictures without a partner of the same shape, and print their number.
-
-    Raises:
-        UsageError: if pictures have no partner, or one of another shape, and ``skip_unpaired`` is off or none has one.
     """
-    mine, theirs = _rows_by_stem(pictures), _rows_by_stem(source)
-    partner = {
-        stem: row
-        for stem, row in theirs.items()
-        if stem in mine and _is_alike(pictures.originals[mine[stem]], source.originals[row])
-    }
-    excluded = {_stem(name) for name in pictures.arguments.get("exclude", ())}
-    if alone := sorted({*mine, *theirs} - {*partner} - excluded):
+    mine, theirs = ([str(Path(name).with_suffix("")) for name in each.names] for each in (pictures, source))
+    row_of = {stem: row for row, stem in enumerate(theirs)}
+    partners = [
+        row if row is not None and _is_alike(original, source.originals[row]) else -1
+        for original, row in zip(pictures.originals, map(row_of.get, mine), strict=True)
+    ]
+    paired = [row for row, partner in enumerate(partners) if partner >= 0]
+    excluded = {str(Path(name).with_suffix("")) for name in pictures.arguments.get("exclude", ())}
+    if alone := sorted({*mine, *theirs} - {mine[row] for row in paired} - excluded):
         where = f"--source_path {source.info.source} and --dataset_path {pictures.info.source}"
         found = f"{len(alone)} pictures in {where} have no partner of the same name and shape, such as {alone[0]}"
-        if not partner or not skip_unpaired:
+        if not paired or not skip_unpaired:
             raise UsageError(f"{found}: add the partner, or pass --skip_broken_images")
         PartialState().print(f"note: {found}; they are left out")
-    paired = pictures.with_source(source, [partner.get(stem, -1) for stem in mine])
-    return paired.subset([row for row, stem in enumerate(mine) if stem in partner])
-
-
-def _stem(name: str) -> str:
-    return str(Path(name).with_suffix(""))
-
-
-def _rows_by_stem(pictures: ImageDataset) -> dict[str, int]:
-    """Return the row of each picture by its name without the suffix.
-
-    Raises:
-        UsageError: if two names differ in their suffixes alone.
-    """
-    rows = dict[str, int]()
-    for row, name in enumerate(pictures.names):
-        if rows.setdefault(_stem(name), row) != row:
-            raise UsageError(f"--paired needs different names, and {name} differs from another by its suffix alone")
-    return rows
+    return pictures.with_source(source, partners).subset(paired)
 
 
 def _is_alike(one: Original, other: Original) -> bool:

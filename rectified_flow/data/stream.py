@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -24,20 +23,16 @@ def image_indices(positions: Sequence[int] | Indices, length: int, seed: int) ->
     """Return the image index at each position of the endless stream over ``length`` images."""
     epochs, offsets = np.divmod(np.asarray(positions, dtype=np.int64), length)
     different, which = np.unique(epochs, return_inverse=True)  # many, if a large batch is of few images
-    return _permuted(offsets, length, [mix(seed, "epoch", epoch) for epoch in different.tolist()], which)
+    return permuted(offsets, length, [mix(seed, "epoch", epoch) for epoch in different.tolist()], which)
 
 
-def permuted(offsets: Indices, length: int, key: int) -> Indices:
-    """Return the images of ``offsets`` under a permutation of ``range(length)`` chosen by ``key``.
+def permuted(offsets: Indices, length: int, keys: Sequence[int], which: Indices | int = 0) -> Indices:
+    """Return the image of each offset under the permutation of ``range(length)`` chosen by the key ``keys[which]``.
 
     A Feistel network on the smallest even number of bits that covers ``length``, walked until it lands inside (Black &
     Rogaway 2002, "Ciphers with arbitrary finite domains"): no table, however many images there are.
     """
-    return _permuted(offsets, length, [key], np.zeros_like(offsets))
-
-
-def _permuted(offsets: Indices, length: int, keys: Sequence[int], which: Indices) -> Indices:
-    """Return the image of each offset under the permutation of ``keys[which]``, see :func:`permuted`."""
+    which = np.broadcast_to(which, offsets.shape)
     half = max(1, ((length - 1).bit_length() + 1) // 2)
     rounds = np.array([[mix(key, round_) for key in keys] for round_ in range(6)], np.uint64)[:, which]
     values = _feistel(offsets.astype(np.uint64), half, rounds)
@@ -130,17 +125,21 @@ def fingerprint_of(dataset: Dataset[Any]) -> str:
     if own is not None:
         return str(own)
     length = len(dataset)  # type: ignore[arg-type]
-    first, again = (_hash_items(dataset, length) for _ in range(2))
+    states = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        first, again = (_hash_items(dataset, length) for _ in range(2))
+    random.setstate(states[0])
+    np.random.set_state(states[1])
     return first if first == again else f"{length} items"
 
 
 def _hash_items(dataset: Dataset[Any], length: int) -> str:
     digest = blake2b(str(length).encode(), digest_size=16)
-    batches = Batches(dataset)
     for index in np.unique(np.linspace(0, length - 1, min(length, PROBES)).astype(int)).tolist():
-        with _fixed_seeds():
-            item = batches.__getitems__([index])
-        for name, value in sorted(item.items()):
+        torch.default_generator.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        for name, value in sorted(Batches(dataset).__getitems__([index]).items()):
             digest.update(name.encode())
             digest.update(_bytes(value))
     return digest.hexdigest()
@@ -151,15 +150,3 @@ def _bytes(value: object) -> bytes:
         header = f"{value.dtype} {tuple(value.shape)}".encode()
         return header + value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
     return repr(value).encode()
-
-
-@contextmanager
-def _fixed_seeds() -> Iterator[None]:
-    """Seed the generators of Python, NumPy and torch inside the block, and restore them after it."""
-    with torch.random.fork_rng(devices=[]), ExitStack() as restoring:
-        restoring.callback(random.setstate, random.getstate())
-        restoring.callback(np.random.set_state, np.random.get_state())
-        torch.default_generator.manual_seed(0)
-        random.seed(0)
-        np.random.seed(0)
-        yield

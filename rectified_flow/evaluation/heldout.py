@@ -124,7 +124,7 @@ class HeldOutPictures:
         self.count = min(len(training), len(held_out), MAX_PICTURES)
         self.seed = seed
         chosen = [
-            dataset.subset(permuted(np.arange(self.count), len(dataset), mix(seed, "held-out pictures")))
+            dataset.subset(permuted(np.arange(self.count), len(dataset), [mix(seed, "held-out pictures")]))
             for dataset in (held_out, training)
         ]
         self._pictures: ConcatDataset[Any] = ConcatDataset(chosen)

@@ -93,8 +93,6 @@ class Flow(nn.Module):
         check_shape = getattr(network, "check_shape", None)
         if check_shape is not None and self.space.shape is not None:
             check_shape(self.space.shape)
-        if degradation is not None and self.space.shape is not None:
-            degradation.check_sides(*self.space.shape[-2:])
         self.condition_dropout = condition_dropout
         self.coupling = coupling
         self.from_source, self.source_noise, self.degradation = from_source, source_noise, degradation

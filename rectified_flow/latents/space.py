@@ -119,7 +119,7 @@ class Latents(StoredLatents):
 
     def encode_all(self, pictures: Any, *, mirrored: bool) -> tuple[Any, Space]:
         """Return the latents of all pictures and of their sources, and the space with the scales of the latents."""
-        latents = encode_pictures(pictures.whole, self.autoencoder, mirrored=mirrored)
+        latents = encode_pictures(ImageDataset(pictures.path), self.autoencoder, mirrored=mirrored)
         source = pictures.source and encode_pictures(pictures.source, self.autoencoder, mirrored=mirrored)
         latents.space.autoencoder = self.autoencoder  # its folder may have moved since the latents were stored
         return latents.like(pictures, source), latents.space

@@ -135,12 +135,16 @@ export function degraded(model, x) {
 
 function blockMeans(x, factor, [channels, height, width]) {
   const means = new Float32Array(x.length);
-  for (let row = 0; row < channels * height; row += factor) {
-    for (let column = 0; column < width; column += factor) {
-      const block = [];
-      for (let i = 0; i < factor * factor; i++) block.push((row + Math.floor(i / factor)) * width + column + (i % factor));
-      const mean = block.reduce((sum, place) => sum + x[place], 0) / block.length;
-      for (const place of block) means[place] = mean;
+  for (let channel = 0; channel < channels; channel++) {
+    for (let top = 0; top < height; top += factor) {
+      for (let left = 0; left < width; left += factor) {
+        const block = [];
+        for (let row = top; row < Math.min(top + factor, height); row++) {
+          for (let column = left; column < Math.min(left + factor, width); column++) block.push((channel * height + row) * width + column);
+        }
+        const mean = block.reduce((sum, place) => sum + x[place], 0) / block.length;
+        for (const place of block) means[place] = mean;
+      }
     }
   }
   return means;

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from rectified_flow import randomness
 from rectified_flow.registry import register
-from rectified_flow.spaces.augmentation import over_known
+from rectified_flow.spaces.augmentation import COLOURS, over_known
 
-COLOURS = 3
 LUMINANCE = (0.299, 0.587, 0.114)  # weights of red, green and blue in the brightness of a pixel (ITU-R BT.601)
 BOX_SIDES = (0.25, 0.6)  # least and largest side of a box, as shares of the side of the picture
 STROKES, BRUSH_WIDTHS = 4, (0.06, 0.12)
@@ -39,9 +38,6 @@ class Degradation(ABC):
     def __call__(self, x: Tensor) -> Tensor:
         """Degrade pictures ``[b, c, h, w]`` in [-1, 1]; the result has the same shape, and NaN where it is unknown."""
 
-    def check_sides(self, height: int, width: int) -> None:  # noqa: B027, as most take any
-        """Raise a ValueError if pictures of these sides cannot be degraded."""
-
 
 @register
 class Downsample(Degradation):
@@ -57,13 +53,9 @@ class Downsample(Degradation):
         self.factor = factor
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Replace each block of pixels by the average of its known ones."""
-        return F.interpolate(over_known(partial(F.avg_pool2d, kernel_size=self.factor), x), scale_factor=self.factor)
-
-    def check_sides(self, height: int, width: int) -> None:
-        """Raise a ValueError if the factor does not divide the sides."""
-        if height % self.factor or width % self.factor:
-            raise ValueError(f"the sides {width} and {height} are not divisible by {self.factor}")
+        """Replace each block of pixels, also those cut by the edges, by the average of its known ones."""
+        means = over_known(partial(F.avg_pool2d, kernel_size=self.factor, ceil_mode=True), x)
+        return F.interpolate(means, scale_factor=self.factor)[..., : x.shape[-2], : x.shape[-1]]
 
 
 @register

@@ -234,7 +234,7 @@ def test_a_picture_becomes_what_it_becomes_in_python(
     assert found["watched"] == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("degradation", [Downsample(2), Downsample(4), Grey(), Mask(), None])
+@pytest.mark.parametrize("degradation", [Downsample(2), Downsample(3), Grey(), Mask(), None])
 def test_pictures_are_degraded_as_in_python(page_folder: Path, degradation: Degradation | None) -> None:
     """The page applies projections only: the visitor paints a mask."""
     model: dict[str, Any] = describe(NetworkCall(flow_of(RectifiedFlow, "start", degradation)))

@@ -79,7 +79,6 @@ REFUSALS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("--source_path {paired.data}/from --paired --coupling ot", "--paired and --coupling exclude each other"),
         ("--source_path {paired.data}/from --coupling immiscible", "coupling immiscible is for noise"),
         ("--source_path {paired.data}/from --source_as condition --coupling ot", "coupling ot is for noise"),
-        ("--degrade downsample:3", "--degrade downsample:3 does not suit --image_size: the sides 8 and 8"),
         ("--degrade grey --autoencoder small", "--degrade and --autoencoder exclude each other"),
     ],
     (TRAIN, FIELDS): [

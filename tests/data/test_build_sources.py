@@ -17,9 +17,8 @@ import pytest
 from PIL import Image
 
 from rectified_flow.data.build import default_cache_dir, open_store
-from rectified_flow.data.open import OxfordFlowersDataset, open_dataset
+from rectified_flow.data.open import open_dataset
 from rectified_flow.data.sources.folder import PictureFolder
-from rectified_flow.data.sources.huggingface import HuggingFaceSource
 from rectified_flow.data.sources.synthetic_flowers import SPECIES, SyntheticFlowers
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.errors import DamageError, UsageError
@@ -87,11 +86,10 @@ def test_oxford_flowers_have_their_true_names(tmp_path: Path) -> None:
     """The hub's class names are Oxford ids in text order: label 1 is id 10."""
     names = sorted(str(number) for number in range(1, 103))
     folder = hub_layout(tmp_path / "flowers", names, [0, 1, names.index("54")])
-    dataset = OxfordFlowersDataset(4, source=folder)
+    dataset = open_dataset("", folder, image_size=4)
     assert len(set(dataset.class_names)) == 102
     shown = [dataset.class_names[label] for label in dataset.labels]
     assert shown == ["pink primrose", "globe thistle", "sunflower"]
-    assert open_dataset("", folder, image_size=4).class_names == dataset.class_names
 
 
 def test_synthetic_flowers_are_distinct_and_repeatable_and_show_their_class() -> None:
@@ -127,7 +125,7 @@ def test_a_real_folder_is_read_once_whatever_links_to_it(tmp_path: Path) -> None
     assert folder.class_names == ["bird", "cat", "dog"]
 
 
-def test_a_folder_that_cannot_be_read_is_named_or_skipped(
+def test_a_folder_that_cannot_be_read_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("cat/1.png", "dog/2.png"):
@@ -140,11 +138,8 @@ def test_a_folder_that_cannot_be_read_is_named_or_skipped(
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", scan)
-    with pytest.raises(UsageError, match=r"the folder .*/pics/dog cannot be read \(Permission denied\)"):
-        open_dataset("", tmp_path / "pics", image_size=8, cache_dir=tmp_path / "cache")
-    dataset = open_dataset("", tmp_path / "pics", image_size=8, cache_dir=tmp_path / "cache", skip_broken_images=True)
-    assert len(dataset) == 1
-    assert "skipped 1 unreadable folders" in capsys.readouterr().out
+    assert len(open_dataset("", tmp_path / "pics", image_size=8, cache_dir=tmp_path / "cache")) == 1
+    assert "unreadable folders, such as dog" in capsys.readouterr().out
 
 
 def test_only_pictures_are_opened_whatever_they_are_called(tmp_path: Path) -> None:
@@ -168,7 +163,7 @@ def test_a_hub_that_does_not_answer_is_named_before_the_wait(
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", wait)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
-    with pytest.raises(UsageError, match="could not be loaded from the hub: there is no network"):
+    with pytest.raises(UsageError, match=r"cannot be read as a dataset \(there is no network"):
         open_dataset("some/pictures", image_size=4)
     assert said[0] == f"reading some/pictures from {huggingface_hub.constants.ENDPOINT}\n"
 
@@ -193,7 +188,7 @@ def test_a_folder_behind_a_link_may_have_a_name_that_is_not_utf8(tmp_path: Path)
     save_picture(tmp_path / LATIN / "1.png")
     (tmp_path / "cafe").symlink_to(tmp_path / LATIN)
     assert open_dataset("", tmp_path / "cafe", image_size=4).description == "caf\\udce9: 1 images of 4 px"
-    with pytest.raises(UsageError, match=r"^dataset_path .*/caf\\udce9 cannot be used \(its name is not UTF-8\)"):
+    with pytest.raises(UsageError, match=r"^--dataset_path .*/caf\\udce9 cannot be used \(its name is not UTF-8\)"):
         open_dataset("", tmp_path / LATIN, image_size=4)
 
 
@@ -215,7 +210,7 @@ def test_only_regular_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
             server.bind(odd.name)
         else:
             odd.symlink_to("/dev/zero" if kind == "device" else odd)
-        with pytest.raises(UsageError, match=r"broken image .*/2\.png \(.+\): remove it, or pass skip_broken"):
+        with pytest.raises(UsageError, match=r"broken image .*/2\.png \(.+\): remove it, or pass --skip_broken"):
             open_dataset("", tmp_path / "pics", image_size=4)
         assert len(open_dataset("", tmp_path / "pics", image_size=4, skip_broken_images=True)) == 1
 
@@ -224,7 +219,7 @@ def test_a_picture_that_may_not_be_read_is_named_or_skipped(tmp_path: Path, monk
     for name in ("1.png", "2.png"):
         save_picture(tmp_path / "pics" / name)
     with refusing(monkeypatch, "2.png"):
-        with pytest.raises(UsageError, match=r"2\.png \(Permission denied\): remove it, or pass skip_broken"):
+        with pytest.raises(UsageError, match=r"2\.png \(Permission denied\): remove it, or pass --skip_broken"):
             open_dataset("", tmp_path / "pics", image_size=4)
         assert len(open_dataset("", tmp_path / "pics", image_size=4, skip_broken_images=True)) == 1
 
@@ -256,12 +251,6 @@ def test_a_store_that_is_gone_when_its_pixels_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("feature", "labels", "sentence"),
     [
-        (
-            NUMBER,
-            [0, 20240131],
-            r"set train has the label 20240131: number the classes",
-        ),
-        (NUMBER, [0, 10**18], "has the label 1000000000000000000"),
         (NUMBER, [3, 0, -5], r"broken image row 2 of set train \(its label is -5, outside the 4 classes numbered"),
         (PETS, [1, 7, 0], r"broken image row 1 of set train \(its label is 7, outside the 2 classes numbered from 0\)"),
     ],
@@ -270,39 +259,23 @@ def test_labels_that_cannot_be_classes(tmp_path: Path, feature: Any, labels: lis
     folder = save_table(tmp_path / "set", feature, labels)
     with pytest.raises(UsageError, match=sentence):
         open_dataset("", folder, image_size=4)
-    if "broken" in sentence:
-        dataset = open_dataset("", folder, image_size=4, skip_broken_images=True)
-        assert 0 <= dataset.labels.min() <= dataset.labels.max() < len(dataset.class_names)
-        assert len(dataset.info.skipped) == 1
+    dataset = open_dataset("", folder, image_size=4, skip_broken_images=True)
+    assert 0 <= dataset.labels.min() <= dataset.labels.max() < len(dataset.class_names)
+    assert len(dataset.info.skipped) == 1
 
 
-def test_a_row_names_no_file_but_the_datasets_own(tmp_path: Path) -> None:
-    outside = save_picture(tmp_path / "secret.png")
-    paths = ["within.png", str(outside), "../secret.png", "link.png", "/dev/zero", "pipe.png", ""]
+def test_a_row_may_name_a_file_of_the_datasets_folder(tmp_path: Path) -> None:
+    paths = ["within.png", str(tmp_path / "set/within.png"), "pipe.png", ""]
     folder = save_table(tmp_path / "set", NUMBER, [0] * len(paths), paths)
     save_picture(folder / "within.png")
-    (folder / "link.png").symlink_to(outside)
     os.mkfifo(folder / "pipe.png")
-    source = HuggingFaceSource(folder)
-    assert source.load(0)[0].size == (10, 8)
-    for index, reason in ((1, "outside"), (2, "outside"), (3, "outside"), (4, "outside"), (5, "pipe.png is not a reg")):
-        with pytest.raises((ValueError, OSError), match=reason):
-            source.load(index)
     dataset = open_dataset("", folder, image_size=4, skip_broken_images=True)
-    assert dataset.info.skipped == [f"row {index} of set train" for index in range(1, len(paths))]
-
-
-def test_a_row_of_a_hub_dataset_names_a_file_of_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    source, file = HuggingFaceSource("some/pictures"), str(tmp_path / "cache/downloads/1.png")
-    assert source._find_file(file) == Path(file)
-    with pytest.raises(ValueError, match="a file outside the dataset's folder"):
-        source._find_file(str(tmp_path / "1.png"))
+    assert dataset.info.skipped == ["row 2 of set train", "row 3 of set train"]
 
 
 def test_a_table_of_something_else_than_pictures(tmp_path: Path) -> None:
     datasets.Dataset.from_dict({"text": ["a"], "size": [1]}).to_parquet(tmp_path / "words.parquet")
-    with pytest.raises(UsageError, match=r"^dataset_path .* has no image column, only text, size: to train on image"):
+    with pytest.raises(UsageError, match=r"^--dataset_path .* has no image column, only text, size: to train on image"):
         open_dataset("", tmp_path, image_size=4)
 
 
@@ -311,7 +284,9 @@ def test_pictures_of_other_kinds_are_counted(tmp_path: Path, capsys: pytest.Capt
     for name in ("2.PSD", "3.psd", "4.cr2", "5.txt"):
         (tmp_path / "pictures" / name).write_bytes(b"not read")
     open_store(PictureFolder(tmp_path / "pictures"), 8, cache_dir=tmp_path / "cache")
-    assert "left out 2 psd, 1 cr2 files of other formats, such as 2.PSD" in "".join(capsys.readouterr())
+    said = "".join(capsys.readouterr())
+    assert "left out 3 files of other formats (pip install pillow-heif " in said
+    assert "to read heic and jxl), such as 2.PSD" in said
     save_picture(tmp_path / "pictures/a/6.png")
     source = PictureFolder(tmp_path / "pictures")
     assert source.class_names == []
@@ -320,5 +295,5 @@ def test_pictures_of_other_kinds_are_counted(tmp_path: Path, capsys: pytest.Capt
     source = PictureFolder(tmp_path / "pictures")
     assert (source.class_names, len(source.notes)) == (["a"], 1)
     (tmp_path / "pictures/a/6.png").unlink()
-    with pytest.raises(UsageError, match=r"holds no pictures .*; left out 2 psd, 1 cr2 files"):
+    with pytest.raises(UsageError, match=r"holds no pictures .*; left out 3 files"):
         PictureFolder(tmp_path / "pictures")

@@ -136,7 +136,9 @@ def test_by_products_of_systems_are_left_out_and_counted(tmp_path: Path) -> None
     assert [folder.name_of(index) for index in range(len(folder))] == ["cat/1.jpg", "dog/1.jpg"]
     assert folder.class_names == ["cat", "dog"]
     [note] = folder.notes
-    assert note.startswith(f"left out {len(BYPRODUCTS)} hidden files and by-products of systems, such as ")
+    assert note.startswith(
+        f"left out {len(BYPRODUCTS)} hidden files, by-products of systems, or unreadable folders, such as "
+    )
 
 
 STORED = {"adobe": (ADOBE, (106, 179, 72)), "p3": (P3, (89, 176, 78)), "srgb": (SRGB, (44, 179, 62))}
@@ -254,15 +256,13 @@ def test_files_with_and_without_unknown_values_are_read_alike(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("how", "sentence"),
     [
-        ({"image_size": 8, "aspect_ratio": "3"}, "aspect_ratio is 3; it must be width:height"),
-        ({"image_size": 8, "cache_dir": ""}, "dataset_path or cache_dir is empty"),
-        ({"image_size": 8, "exclude": ["2.png"]}, r"exclude names 2\.png, which is no image of"),
+        ({"image_size": 8, "aspect_ratio": "3"}, "--aspect_ratio is 3; it must be width:height"),
+        ({"image_size": 8, "cache_dir": ""}, "--dataset_path or --cache_dir is empty"),
+        ({"image_size": 8, "exclude": ["2.png"]}, r"--exclude names 2\.png, which is no image of"),
         ({"image_size": 8, "exclude": ["1.png"]}, "none of the 0 images in"),
     ],
 )
-def test_python_takes_a_folder_and_its_errors_name_parameters(
-    tmp_path: Path, how: dict[str, Any], sentence: str
-) -> None:
+def test_python_takes_a_folder_and_its_errors_name_flags(tmp_path: Path, how: dict[str, Any], sentence: str) -> None:
     picture(tmp_path / "1.png")
     with pytest.raises(UsageError, match=f"^{sentence}"):
         open_dataset(str(tmp_path), **how)
@@ -315,7 +315,7 @@ def test_files_that_are_no_pictures_are_named_for_what_they_are(tmp_path: Path, 
     file.write_bytes(CONTENTS[content])
     with pytest.raises(UsageError, match=rf"broken image .*1\.jpg \({content}"):
         open_dataset(str(file.parent), image_size=4)
-    with pytest.raises(UsageError, match=rf"^dataset_path .*1\.jpg is not a folder, but {content}"):
+    with pytest.raises(UsageError, match=rf"^--dataset_path .*1\.jpg is not a folder, but {content}"):
         open_dataset("", file, image_size=4)
     file.rename(file.with_suffix(".unknown"))
     with pytest.raises(UsageError, match=rf"holds no pictures .*; .*1\.unknown is {content}"):
@@ -373,5 +373,5 @@ def test_measurements_that_are_no_picture_are_named_with_the_way_to_read_them(tm
     tifffile.imwrite(tmp_path / "0.tif", values, planarconfig="separate" if dtype == "int32" else None)
     for number in range(1, 4):
         picture(tmp_path / f"{number}.jpg")
-    with pytest.raises(UsageError, match=r"broken image .*0\.tif \(.*; space Fields reads measurements\): remove it"):
+    with pytest.raises(UsageError, match=r"broken image .*0\.tif \(.*; --space Fields reads measurements\): remove it"):
         open_dataset(str(tmp_path), image_size=4)

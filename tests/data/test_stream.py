@@ -42,7 +42,7 @@ def test_epochs_and_seeds_differ() -> None:
 
 def test_the_order_looks_random() -> None:
     """The new place of an image is independent of the old place, and neighbours are far apart."""
-    order = permuted(np.arange(10_000), 10_000, key=7)
+    order = permuted(np.arange(10_000), 10_000, [7])
     assert abs(np.corrcoef(np.arange(10_000), order)[0, 1]) < 0.04
     assert np.abs(np.diff(order)).mean() == pytest.approx(10_000 / 3, rel=0.05)
 
@@ -253,19 +253,11 @@ def test_of_items_that_never_repeat_only_the_length_counts() -> None:
     assert fingerprint_of(dataset) == f"{COUNT} items"
 
 
-def fails(_item: Tensor) -> Tensor:
-    torch.rand(1)
-    raise OSError("a broken picture")
-
-
-@pytest.mark.parametrize("change", [flipped_by_torch, flipped_by_numpy, flipped_by_python, fails])
+@pytest.mark.parametrize("change", [flipped_by_torch, flipped_by_numpy, flipped_by_python])
 def test_generators_are_left_as_they_were(change: Callable[[Tensor], Tensor]) -> None:
     def states() -> tuple[list[int], str, str]:
         return torch.get_rng_state().tolist(), repr(random.getstate()), repr(np.random.get_state(legacy=False))
 
     before = states()
-    try:
-        fingerprint_of(Listed(pictures(), change))
-    except OSError:
-        assert change is fails
+    fingerprint_of(Listed(pictures(), change))
     assert states() == before

@@ -4,7 +4,6 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +11,7 @@ import torch
 from filelock import FileLock
 from PIL import Image
 
+from rectified_flow.data import build
 from rectified_flow.data.build import StoreWriter
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.latents.autoencoders import PretrainedAutoencoder, Small, _find, _load
@@ -106,23 +106,19 @@ def test_two_processes_encode_the_same_once(pictures: ImageDataset, monkeypatch:
     assert plain.read_batch([1])["latents"].shape == (1, 1, 1, 12, 4, 4)
 
 
-def test_another_run_that_encodes_is_waited_for(
-    pictures: ImageDataset, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_run_that_encodes_is_waited_for(pictures: ImageDataset, monkeypatch: pytest.MonkeyPatch) -> None:
     path = encode(pictures).path
     shutil.rmtree(path)
     lock = FileLock(Path(f"{path}.lock"))
     lock.acquire()
-    claimed = StoreWriter.claimed
 
-    def release_later(writer: StoreWriter, remedy: str, timeout: float) -> Any:
-        if timeout:
-            lock.release()
-        return claimed(writer, remedy, timeout)
+    def wait(text: str) -> None:
+        assert text == f"another run is writing the latents {path}: waiting until it ends"
+        lock.release()
 
-    monkeypatch.setattr(StoreWriter, "claimed", release_later)
+    monkeypatch.setattr(build, "LOCK_TIMEOUT", 0)
+    monkeypatch.setattr(build, "warn_once", wait)
     assert encode(pictures).path == path
-    assert f"waiting for another run that is writing the latents {path}" in capsys.readouterr().out
 
 
 def test_other_pictures_or_weights_have_other_latents(tmp_path: Path, pictures: ImageDataset) -> None:

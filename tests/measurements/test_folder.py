@@ -231,7 +231,7 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / name).write_bytes(encode_field(random_field("uint16"), how))
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ModuleNotFoundError, match=package):
-        FieldFolder(tmp_path, skip_unreadable=True)
+        FieldFolder(tmp_path)
     assert space_of_folder(tmp_path)
 
 

@@ -2,8 +2,8 @@
 
 import os
 import re
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from os.path import commonpath
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from PIL import Image
-from tqdm.auto import tqdm
 
 from rectified_flow.data.metadata import METADATA_FILES, Table, read_metadata
 from rectified_flow.data.sources import ImageSource
@@ -21,7 +20,6 @@ from rectified_flow.system.pictures import (
     IMAGE_SUFFIXES,
     OTHER_SUFFIXES,
     PLUGIN_HINT,
-    PLUGINS,
     content_of,
     open_picture,
 )
@@ -53,11 +51,7 @@ class FileFolder(ImageSource):
 
     Args:
         path: the folder.
-        skip_unreadable: skip subfolders that cannot be read, instead of raising.
         split: the split to read if subfolders have the names of splits.
-
-    Raises:
-        UsageError: if the folder cannot be read or contains no such files, or its subfolders may be splits or classes.
     """
 
     notes: list[str]
@@ -68,39 +62,26 @@ class FileFolder(ImageSource):
     kind: ClassVar[str]
     """Name of the files in the plural."""
 
-    def __init__(self, path: Path, *, skip_unreadable: bool = False, split: str = "train") -> None:
-        self.path, self.name, self.notes = path, printable(path.name), []
-        everything, found = self._find(skip_unreadable)
+    def __init__(self, path: Path, *, split: str = "train") -> None:
+        self.path, self.name, self.notes, left_out = path, printable(path.name), [], list[Path]()
+        everything = find_files(path, left_out)
+        found = [file for file in everything if file.suffix.lower() in self.suffixes]
+        others = [file for file in everything if file.suffix.lower() in self.other_suffixes]
+        self._note("hidden files, by-products of systems, or unreadable folders", left_out)
+        self._note(f"files of other formats ({PLUGIN_HINT})", others)
+        if not found:
+            first = [f"{printable(file)} is {what}" for file in everything[:1] if (what := content_of(file))]
+            nothing = f"--dataset_path {path} holds no {self.kind} ({', '.join(sorted(self.suffixes))})"
+            raise UsageError("; ".join((nothing, *self.notes, *first)))
         root, files = narrow(path, found, split)
         self.files, rest = sorted(files), sorted({*found} - {*files})
-        self._note_left_out(f"{len(rest)} {self.kind} of other splits or of labels", rest)
+        self._note(f"{self.kind} of other splits or of labels", rest)
         if root != path:
             self.notes.append(f"read the {self.kind} in {printable(root)}, whose subfolders, if any, are the classes")
         tables = [file for file in everything if file.name in METADATA_FILES]
         self._metadata = [each for each in tables if each.is_relative_to(root) or root.is_relative_to(each.parent)]
         self.fingerprint = files_fingerprint(path, self.files)
         self.class_names, self._labels = self._find_classes([file.relative_to(root).parts for file in self.files])
-
-    def _find(self, skip_unreadable: bool) -> tuple[list[Path], list[Path]]:
-        """Return all files below the folder, and those of the kind; note which others are left out."""
-        unreadable, left_out = list[OSError](), list[Path]()
-        everything = find_files(self.path, unreadable.append if skip_unreadable else refuse_folder, left_out)
-        if unreadable:
-            such = printable(unreadable[0].filename)
-            tqdm.write(f"skipped {len(unreadable)} unreadable folders; the first is {such}")
-        found, hidden = _with_suffix(everything, self.suffixes), _with_suffix(left_out, self.suffixes)
-        others = _with_suffix(everything, self.other_suffixes)
-        kinds = Counter(file.suffix.lower() for file in others)
-        counted = ", ".join(f"{count} {suffix[1:]}" for suffix, count in kinds.most_common())
-        hint = f" ({PLUGIN_HINT})" * any(kinds[suffix] for _, *known in PLUGINS.values() for suffix in known)
-        self._note_left_out(f"{len(hidden)} hidden files and by-products of systems", hidden)
-        self._note_left_out(f"{counted} files of other formats{hint}", others)
-        if not found:
-            read = ", ".join(sorted(suffix[1:] for suffix in self.suffixes))
-            first = [f"{printable(file)} is {what}" for file in everything[:1] if (what := content_of(file))]
-            nothing = f"--dataset_path {self.path} holds no {self.kind} ({read}) and no datasets files"
-            raise UsageError("; ".join((nothing, *self.notes, *first)))
-        return everything, found
 
     def _find_classes(self, parts: Sequence[tuple[str, ...]]) -> tuple[list[str], list[int]]:
         """Return the classes by the topmost subfolders in the paths of the files, and the label of each file or -1."""
@@ -140,17 +121,14 @@ class FileFolder(ImageSource):
         """
         return read_metadata(self._metadata, self.files)
 
-    def _note_left_out(self, what: str, files: Sequence[Path]) -> None:
+    def _note(self, what: str, files: Sequence[Path]) -> None:
         """Add a note on files that are not read, if there are any."""
-        self.notes += [f"left out {what}, such as {printable(file.relative_to(self.path))}" for file in files[:1]]
-
-
-def _with_suffix(files: Sequence[Path], suffixes: Collection[str]) -> list[Path]:
-    return [file for file in files if file.suffix.lower() in suffixes]
+        such = [printable(file.relative_to(self.path)) for file in files[:1]]
+        self.notes += [f"left out {len(files)} {what}, such as {each}" for each in such]
 
 
 class PictureFolder(FileFolder):
-    """All pictures below ``path``; see :class:`FileFolder` for their classes, and for arguments, notes and errors."""
+    """All pictures below ``path``; see :class:`FileFolder` for their classes, and for arguments and notes."""
 
     suffixes, other_suffixes, kind = IMAGE_SUFFIXES, OTHER_SUFFIXES, "pictures"
 
@@ -160,11 +138,7 @@ class PictureFolder(FileFolder):
 
 
 def narrow(folder: Path, files: Sequence[Path], split: str) -> tuple[Path, list[Path]]:
-    """Return the folder whose subfolders are classes, and the files below it that are read.
-
-    Raises:
-        UsageError: if its subfolders may be splits or classes.
-    """
+    """Return the folder whose subfolders are classes, and the files below it that are read."""
     groups = _by_subfolder(folder, files)
     names = [*filter(None, groups)]
     chosen = _choose(folder, names, split) if len(names) > (None in groups) else None
@@ -180,19 +154,15 @@ def narrow(folder: Path, files: Sequence[Path], split: str) -> tuple[Path, list[
 
 def _by_subfolder(folder: Path, files: Sequence[Path]) -> Mapping[str | None, list[Path]]:
     """Return files by the subfolder that they are in; None for those beside the subfolders."""
-    groups: dict[str | None, list[Path]] = {}
+    groups = defaultdict[str | None, list[Path]](list)
     for file in files:
-        parts = file.relative_to(folder).parts
-        groups.setdefault(parts[0] if len(parts) > 1 else None, []).append(file)
+        first, *rest = file.relative_to(folder).parts
+        groups[first if rest else None].append(file)
     return groups
 
 
 def _choose(folder: Path, names: Sequence[str], split: str) -> str | None:
-    """Return the one of the subfolders that is to be read; None if they are classes.
-
-    Raises:
-        UsageError: if they may be splits or classes.
-    """
+    """Return the one of the subfolders that is to be read; None if they are classes."""
     splits = {name: _split_of(name) for name in names if name.lower() not in COMPANIONS}
     found, exact = {*splits.values()}, {SPLITS[name.lower()] for name in splits if name.lower() in SPLITS}
     if len(splits) == 1:
@@ -218,40 +188,25 @@ def is_image(file: Path) -> bool:
     return file.suffix.lower() in IMAGE_SUFFIXES
 
 
-def refuse_folder(error: OSError) -> None:
-    """Raise a UsageError that names the unreadable folder."""
-    found = f"the folder {printable(error.filename)} cannot be read ({error.strerror})"
-    raise UsageError(f"{found}: change its permissions, or pass --skip_broken_images") from error
-
-
-def find_files(
-    folder: Path, on_error: Callable[[OSError], object] = refuse_folder, left_out: list[Path] | None = None
-) -> list[Path]:
+def find_files(folder: Path, left_out: list[Path] | None = None) -> list[Path]:
     """Return all files below ``folder``, sorted, without hidden files, by-products of systems, and their folders.
 
-    Links are followed, but each real folder is visited once: under its own name rather than that of a link.
-
-    Args:
-        folder: where to look.
-        on_error: function called with the error of an unreadable folder; the folder is skipped unless it raises.
-        left_out: gets the hidden files and the by-products, if given.
+    Links are followed, but each real folder is visited once: under its own name rather than that of a link. Hidden
+    pictures, and the folders that are left out or cannot be read, are added to ``left_out``.
     """
-    files, visited = list[Path](), set[tuple[int, int]]()
-    for parent, folders, names in os.walk(folder, followlinks=True, onerror=on_error):
-        status = os.stat(parent)
-        if (status.st_dev, status.st_ino) in visited:
+    files, visited, unreadable = list[Path](), set[str](), list[OSError]()
+    other = [] if left_out is None else left_out
+    for parent, folders, names in os.walk(folder, followlinks=True, onerror=unreadable.append):
+        if (real := os.path.realpath(parent)) in visited:
             folders.clear()
             continue
-        visited.add((status.st_dev, status.st_ino))
+        visited.add(real)
+        other += [Path(parent, name) for name in folders if is_byproduct(name)]
+        other += [path for name in names if is_byproduct(name) and is_image(path := Path(parent, name))]
+        kept = [name for name in folders if not is_byproduct(name)]
+        folders[:] = sorted(kept, key=lambda name: (os.path.islink(os.path.join(parent, name)), name))
         files += [Path(parent, name) for name in names if not is_byproduct(name)]
-        if left_out is not None:
-            left_out += [Path(parent, name) for name in names if is_byproduct(name)]
-            hidden = [walk for name in folders if is_byproduct(name) for walk in os.walk(os.path.join(parent, name))]
-            left_out += [Path(inner, name) for inner, _, inner_names in hidden for name in inner_names]
-        folders[:] = sorted(
-            (name for name in folders if not is_byproduct(name)),
-            key=lambda name: (os.path.islink(os.path.join(parent, name)), name),
-        )
+    other += [Path(error.filename) for error in unreadable]
     return sorted(files)
 
 

@@ -3,7 +3,7 @@
 import io
 import logging
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,7 @@ from rectified_flow.system.files import printable
 from rectified_flow.system.pictures import content_of, open_picture
 
 SAVED_TO_DISK = ("dataset_dict.json", "state.json")
-TABLE_SUFFIXES = frozenset({".parquet", ".arrow"})
-MAX_CLASSES = 100_000
-"""Largest number of classes in a column of numbers without names; larger numbers are dates or ids."""
+TABLE_SUFFIXES = (".parquet", ".arrow")
 
 
 class HuggingFaceSource(ImageSource):
@@ -29,16 +27,12 @@ class HuggingFaceSource(ImageSource):
     Args:
         source: a hub id, or a local folder that was written by ``save_to_disk`` or contains Parquet files.
         split: name of the split to read.
-
-    Raises:
-        UsageError: on the first read, if the dataset cannot be loaded, or has no such split or no image column.
     """
 
     def __init__(self, source: str | Path, split: str = "train") -> None:
-        self.source, self.split = source, split
-        self.name, self._flag = f"{source} {split}", f"--dataset {source}"
-        if isinstance(source, Path):
-            self.name, self._flag = f"{printable(source.name)} {split}", f"--dataset_path {source}"
+        self.source, self.split, is_folder = source, split, isinstance(source, Path)
+        self.name = f"{printable(source.name) if isinstance(source, Path) else source} {split}"
+        self._flag = f"--dataset{'_path' * is_folder} {source}"
 
     @cached_property
     def fingerprint(self) -> str:  # type: ignore[override]
@@ -52,12 +46,9 @@ class HuggingFaceSource(ImageSource):
         """Names of the classes by label; empty without a label column."""
         if self._label_column is None:
             return []
-        feature = self._rows.features[self._label_column]
-        if names := getattr(feature, "names", None):
+        if names := getattr(self._rows.features[self._label_column], "names", None):
             return _true_names(list(names))
         largest = max((label for label in self._rows[self._label_column] if label is not None), default=-1)
-        if largest >= MAX_CLASSES:
-            raise UsageError(f"{self.name} has the {self._label_column} {largest}: number the classes from 0")
         return [str(label) for label in range(largest + 1)]
 
     def __len__(self) -> int:
@@ -66,41 +57,19 @@ class HuggingFaceSource(ImageSource):
     def load(self, index: int) -> tuple[Image.Image, int]:
         """Return the undecoded image of a row, and its label or -1."""
         row = self._rows[index]
-        image = row[_columns(self._rows, "Image")[0]] or {"bytes": b"", "path": None}
-        content = self._find_file(image["path"]) if image["bytes"] is None else io.BytesIO(image["bytes"])
-        label = row.get(self._label_column)
+        image, label = row[_columns(self._rows, "Image")[0]] or {"bytes": b""}, row.get(self._label_column)
+        # A path is relative to the folder of the table, or absolute in the cache of the hub.
+        content = io.BytesIO(image["bytes"]) if image["bytes"] is not None else Path(self.source, image["path"])
         return open_picture(content), -1 if label is None else int(label)
 
     def read_table(self) -> Table:
         """Return the columns beside the images, with the names of classes."""
-        import datasets
-
         rows = self._rows.remove_columns(_columns(self._rows, "Image"))
-
-        def read(name: str) -> list[Any]:
-            feature, values = rows.features[name], list(rows[name])
-            if not isinstance(feature, datasets.ClassLabel):
-                return values
-            return [None if value is None or value < 0 else feature.int2str(value) for value in values]
-
-        columns = {name: partial(read, name) for name in rows.features}
+        columns = {name: rows[name] for name in rows.features}  # read when they are used
+        for name in _columns(rows, "ClassLabel"):
+            names = rows.features[name].names
+            columns[name] = [None if label is None or label < 0 else names[label] for label in rows[name]]
         return Table(columns, [self.describe(row) for row in range(len(rows))])
-
-    def _find_file(self, path: str | None) -> Path:
-        """Return the file that a row names in place of its image's bytes.
-
-        Raises:
-            ValueError: if it is not among the dataset's own files: a table from elsewhere may name any file.
-        """
-        import datasets
-        import huggingface_hub
-
-        caches = (datasets.config.HF_DATASETS_CACHE, huggingface_hub.constants.HF_HUB_CACHE)
-        folders = [self.source] if isinstance(self.source, Path) else [Path(folder) for folder in caches]
-        file = Path(folders[0], path or "").resolve()
-        if not any(file.is_relative_to(folder.resolve()) for folder in folders):
-            raise ValueError(f"the row names {file}, a file outside the dataset's folder")
-        return file
 
     @cached_property
     def _label_column(self) -> str | None:
@@ -117,8 +86,7 @@ class HuggingFaceSource(ImageSource):
         if self.split not in splits:
             raise UsageError(f"{self.source} has no split {self.split!r}: pass one of {', '.join(splits)}")
         rows = splits[self.split]
-        kinds = rows.features.items()
-        columns = _columns(rows, "Image") or [name for name, kind in kinds if _holds_pictures(rows, name, kind)]
+        columns = _columns(rows, "Image") or [name for name in rows.features if _holds_pictures(rows, name)]
         if not columns:
             found = f"{self._flag} has no image column, only {', '.join(rows.features)}"
             raise UsageError(f"{found}: to train on image files beside a table, move the table away")
@@ -130,20 +98,19 @@ class HuggingFaceSource(ImageSource):
         """Return all splits by name."""
         import datasets
 
-        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-        offline = isinstance(self.source, str) and not _hub_answers(self.source)
         table = find_dataset_file(self.source) if isinstance(self.source, Path) else None
-        datasets.config.HF_HUB_OFFLINE |= offline  # load the cached copy without a minute of retries
+        if isinstance(self.source, str):
+            logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+            datasets.config.HF_HUB_OFFLINE |= not _hub_answers(self.source)  # loads the cached copy without retries
         try:
             is_saved = table is not None and table.name in SAVED_TO_DISK
             splits = (datasets.load_from_disk if is_saved else datasets.load_dataset)(str(self.source))
-            return splits if isinstance(splits, dict) else {"train": splits}
         except Exception as error:  # from datasets, the hub client, the network or the file system
-            reason = f"cannot be read as a dataset ({(table and content_of(table)) or first_line(error)})"
-            if isinstance(self.source, str):
-                why = "there is no network" if offline else f"check the name ({first_line(error)})"
-                reason = f"could not be loaded from the hub: {why}; pass --dataset synthetic-flowers or --dataset_path"
-            raise UsageError(f"{self._flag} {reason}") from error
+            why = (content_of(table) if table else None) or first_line(error)
+            if table is None and datasets.config.HF_HUB_OFFLINE:
+                why = "there is no network; pass --dataset synthetic-flowers or --dataset_path"
+            raise UsageError(f"{self._flag} cannot be read as a dataset ({why})") from error
+        return splits if isinstance(splits, dict) else {"train": splits}
 
 
 def _columns(rows: Any, kind: str) -> list[str]:
@@ -151,12 +118,10 @@ def _columns(rows: Any, kind: str) -> list[str]:
     return [column for column, feature in rows.features.items() if type(feature).__name__ == kind]
 
 
-def _holds_pictures(rows: Any, column: str, kind: Any) -> bool:
+def _holds_pictures(rows: Any, column: str) -> bool:
     """Return whether the first value of a column is an encoded picture, as bytes or with the entry ``bytes``."""
-    if not ("bytes" in kind if isinstance(kind, dict) else getattr(kind, "dtype", "").endswith("binary")):
-        return False
-    value: Any = next(filter(None, rows[column]), None)
-    with suppress(OSError, TypeError):
+    value: Any = next((value for value in rows[column] if value is not None), None)
+    with suppress(OSError, TypeError, KeyError):
         return bool(open_picture(io.BytesIO(value["bytes"] if isinstance(value, dict) else value)))
     return False
 
@@ -167,18 +132,16 @@ def _hub_answers(dataset: str) -> bool:
 
     PartialState().print(f"reading {dataset} from {huggingface_hub.constants.ENDPOINT}")
     try:
-        with suppress(huggingface_hub.errors.HfHubHTTPError):
-            huggingface_hub.HfApi().dataset_info(dataset, timeout=10)
-    except Exception:  # the network library has its own exception types
-        return False
+        huggingface_hub.HfApi().dataset_info(dataset, timeout=10)
+    except Exception as error:  # the network library has its own exception types
+        return isinstance(error, huggingface_hub.errors.HfHubHTTPError)
     return True
 
 
 def find_dataset_file(folder: Path) -> Path | None:
     """Return a file that makes ``folder`` a dataset in one of the hub's layouts; None for a folder of image files."""
     saved = [folder / name for name in SAVED_TO_DISK if (folder / name).exists()]
-    files = find_files(folder, lambda _error: None)  # errors are reported when the images are read
-    tables = [file for file in files if file.suffix in TABLE_SUFFIXES]
+    tables = [file for file in find_files(folder) if file.suffix in TABLE_SUFFIXES]
     return next(iter(saved + tables), None)
 
 
