@@ -129,7 +129,7 @@ class WrittenCondition(Condition):
         """Return what a caller of an exported program needs to know to choose values."""
         raise UsageError(f"a {self.column_type} cannot be exported: train without this condition")
 
-    def companion(self, *, is_page: bool) -> Any:
+    def companion(self) -> Any:
         """Return a further program that callers of an exported program need, if there is one."""
         return None
 

@@ -54,7 +54,7 @@ def export(config: ExportConfig) -> None:
     call, is_page = NetworkCall(trained.flow), flags.format == "page"
     if is_page:
         _check_page(call)
-    companions = (kind.companion(is_page=is_page) for kind in call.kinds.values())
+    companions = (kind.companion() for kind in call.kinds.values())
     encoder = next((each for each in companions if each), None)  # all captions of a run have the same
     # a preview of a flow from pictures shows pictures of the data, which need not be public
     thumbnail = None if trained.flow.takes_source else newest_samples(trained.run_folder)

@@ -14,13 +14,11 @@ import numpy as np
 from PIL import Image, ImageOps
 from PIL.TiffImagePlugin import ImageFileDirectory_v2
 
-from rectified_flow.errors import UsageError
 from rectified_flow.system.files import open_regular
 
 FIELD_SUFFIXES = frozenset({".npy", ".tif", ".tiff", ".png"})
 TYPES = ("uint8", "uint16", "int16", "int32", "uint32", "float16", "float32", "float64")
 """Types of values that are read and written; bool is read as uint8."""
-MAX_CHANNELS = 64  # largest number of channels that are recognised by the shape of an array
 REDUCED, MASK = 1, 4  # bits of the tag of a TIFF's page that is a smaller copy, or a mask
 RESOLUTION, NODATA = 282, 42113  # tags of a TIFF's resolution, and of GDAL's value that stands for "unknown"
 
@@ -81,8 +79,8 @@ def read_field(file: Path, channels_last: bool | None) -> tuple[Array, FieldForm
     Returns the values ``[c, h, w]``, where NaN is unknown, their format, and their type in the file: if it has a mark
     for unknown values, its integers are read as floating point.
 
-    ``channels_last`` is whether an array of three axes is ``[h, w, c]`` rather than ``[c, h, w]``, and None to decide
-    it by the shape. TIFF and PNG files say it themselves.
+    ``channels_last`` is whether an array of three axes is ``[h, w, c]`` rather than ``[c, h, w]``; by default, the
+    shorter axis is that of the channels. TIFF and PNG files say it themselves.
     """
     suffix = file.suffix.lower().replace(".tiff", ".tif")
     with open_regular(file) as stream:
@@ -99,24 +97,11 @@ def read_field(file: Path, channels_last: bool | None) -> tuple[Array, FieldForm
         with np.errstate(over="ignore"):
             values = np.where(values == values.dtype.type(unknown), np.nan, values)  # rounded as the values are
     if is_last is None:
-        is_last = not is_flat and has_channels_last(values.shape, channels_last)
+        is_shorter = values.shape[-1] < values.shape[0] if channels_last is None else channels_last
+        is_last = is_shorter and not is_flat
     values = values[None] if is_flat else np.moveaxis(values, 2, 0) if is_last else values
     how = FieldFormat(suffix, values.dtype.name, len(values), is_last, is_flat, pixel_size, pages)
     return values.astype(how.dtype, order="C"), how, file_type
-
-
-def has_channels_last(shape: tuple[int, ...], channels_last: bool | None) -> bool:
-    """Return whether the last of three axes is that of the channels.
-
-    By default the shape decides: the axis of channels is at most half as long as the two others, and at most
-    :data:`MAX_CHANNELS` long.
-    """
-    if channels_last is not None:
-        return channels_last
-    first, height, last = shape
-    if 2 * min(first, last) > min(max(first, last), height) or min(first, last) > MAX_CHANNELS:
-        raise UsageError(f"the axis of channels is ambiguous in the shape {shape}; pass channels_last=True or False")
-    return last < first
 
 
 def _read_array(stream: IO[bytes]) -> Contents:
@@ -161,25 +146,19 @@ def is_measured(file: Path) -> bool:
     These are values of 16 or more bits or of float, or a TIFF file with 2 or more than 4 channels or with several
     pages. Neither tifffile nor imagecodecs is needed. Returns False for a file that cannot be read.
     """
-    suffix = file.suffix.lower()
     with suppress(Exception), open_regular(file) as stream:  # decoders raise exceptions of many types
         head = stream.read(26)
-        if suffix == ".png":
+        if file.suffix.lower() == ".png":
             return head[24] > 8  # bits of a value
-        return suffix in (".tif", ".tiff") and _is_measured_tiff(head, stream)
-    return False
-
-
-def _is_measured_tiff(head: bytes, stream: IO[bytes]) -> bool:
-    page = ImageFileDirectory_v2(head[: 16 if 43 in head[2:4] else 8])  # 43 for BigTIFF
-    for number in range(2):  # a second page of full size is a second channel
-        if not page.next:
-            return False
+        page = ImageFileDirectory_v2(head[: 16 if 43 in head[2:4] else 8])  # 43 for BigTIFF
         stream.seek(page.next)
         page.load(stream)
-        is_channel = number > 0 and not page.get(254, 0) & (REDUCED | MASK)
-        if max(page.get(258, (1,))) > 8 or page.get(277, 1) not in (1, 3, 4) or is_channel:
-            return True
+        has_values = max(page.get(258, (1,))) > 8 or page.get(277, 1) not in (1, 3, 4)  # bits, and number of channels
+        if has_values or not page.next:
+            return has_values
+        stream.seek(page.next)  # a second page of full size is a second channel
+        page.load(stream)
+        return not page.get(254, 0) & (REDUCED | MASK)
     return False
 
 

@@ -11,16 +11,8 @@ from rectified_flow.data.config import Framing
 from rectified_flow.data.sources import PictureRows, Row
 from rectified_flow.data.sources.folder import FileFolder, is_image
 from rectified_flow.errors import UsageError, first_line
-from rectified_flow.measurements.files import (
-    FIELD_SUFFIXES,
-    Array,
-    FieldFormat,
-    StoreBits,
-    fit_field,
-    is_measured,
-    read_field,
-    stored_type,
-)
+from rectified_flow.measurements import files as field_files
+from rectified_flow.measurements.files import FIELD_SUFFIXES, Array, FieldFormat, StoreBits, fit_field
 from rectified_flow.measurements.space import Fields, default_show
 from rectified_flow.registry import describe, register
 from rectified_flow.system.files import printable
@@ -97,7 +89,7 @@ class FieldFolder(FileFolder):
 
     def read(self, file: Path) -> Array:
         """Return a field ``[c, h, w]``; NaN is unknown."""
-        values, found, _ = read_field(file, self.channels_last)
+        values, found, _ = field_files.read_field(file, self.channels_last)
         # A file without a mark for unknown values is read like the first, which has one.
         if found.channels != self.format.channels or found.dtype not in self._types:
             raise ValueError(f"it has {found}, and the first file has {self.format}")
@@ -115,7 +107,7 @@ class FieldFolder(FileFolder):
     def space(self) -> Fields:
         """The space of stored fields; their size and range, which are not known yet, suit every transform."""
         low, high, how = (1.0,) * self.format.channels, (2.0,) * self.format.channels, self.format
-        dtype = stored_type(how.dtype, self.store_bits)
+        dtype = field_files.stored_type(how.dtype, self.store_bits)
         return Fields((len(low), 1, 1), low, high, dtype=dtype, show=default_show(how), files=asdict(how))
 
     @classmethod
@@ -123,7 +115,7 @@ class FieldFolder(FileFolder):
         """Return whether most files of a folder are measurements, by the headers of some, and some measurements."""
         pictures = [*filter(is_image, files)]
         sampled = pictures[:: 1 + len(pictures) // SAMPLED]
-        measured = [*filter(is_measured, sampled)]
+        measured = [*filter(field_files.is_measured, sampled)]
         arrays = sum(file.suffix.lower() == ".npy" for file in files)
         return arrays > len(pictures) or 2 * len(measured) > len(sampled), measured
 
@@ -132,8 +124,8 @@ class FieldFolder(FileFolder):
         problems = list[str]()
         for file in self.files:
             try:
-                return read_field(file, channels_last)
-            except (UsageError, ImportError):  # the shape is ambiguous, or a package is missing
+                return field_files.read_field(file, channels_last)
+            except ImportError:  # a package is missing
                 raise
             except Exception as error:  # decoders raise exceptions of many types
                 problems.append(f"{printable(file)} ({first_line(error)})")

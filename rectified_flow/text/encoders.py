@@ -177,20 +177,14 @@ class PretrainedTextEncoder(Pretrained, TextEncoder):  # type: ignore[override]
 def _load(source: str) -> tuple[Any, Any]:
     """Return the tokenizer and the module, shared by all flows of this process."""
     from transformers import AutoConfig, AutoModel, AutoTokenizer, CLIPTextModel, SiglipTextModel  # takes seconds
-    from transformers.utils import logging
 
     try:
         config = AutoConfig.from_pretrained(source)
         kinds: dict[str, Any] = {"clip": CLIPTextModel, "siglip": SiglipTextModel}
         kind = kinds.get(config.model_type.removesuffix("_text_model"), AutoModel)
-        if not hasattr(getattr(config, "text_config", config), "vocab_size"):
-            raise ValueError(f"its model type {config.model_type} reads no text")
-        logging.disable_progress_bar()
         tokenizer = AutoTokenizer.from_pretrained(source)
         module = kind.from_pretrained(source, use_safetensors=True, dtype=torch.float32)
         module = module.get_encoder() if config.is_encoder_decoder else module
-        if tokenizer.pad_token is None:
-            tokenizer.pad_token = tokenizer.eos_token
         return tokenizer, module.eval().requires_grad_(False)
     except Exception as error:  # of any type: transformers builds a module from files that anyone may have written
         found = f"--text_encoder {source} cannot be loaded as a text encoder ({first_line(error)})"
