@@ -110,12 +110,7 @@ class Check:
 
 
 class Bench:
-    """What the checks share.
-
-    Args:
-        tiny: whether everything is small.
-        folder: for runs and decoded images.
-    """
+    """What the checks share: the device, the sizes, and a folder for runs and decoded images."""
 
     def __init__(self, tiny: bool, folder: Path) -> None:
         self.tiny, self.folder = tiny, folder
@@ -191,25 +186,11 @@ def resume(bench: Bench) -> Result:
 
 def launch_with_torchrun(bench: Bench) -> Result:
     """One process of torchrun, with NCCL and DistributedDataParallel."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        "1",
-        "train_oxford.py",
-    ]
+    launcher = "-m torch.distributed.run --standalone --nproc_per_node 1 train_oxford.py"
     flags = ["--config", str(bench.undisturbed / "config.json"), "--output_dir", str(bench.folder / "torchrun")]
-    ended = subprocess.run(
-        [*command, *flags],
-        cwd=PROJECT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=PROGRAM_TIMEOUT,
-        check=False,
-    )
+    how: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": PROJECT}
+    command = [sys.executable, *launcher.split(), *flags]
+    ended = subprocess.run(command, timeout=PROGRAM_TIMEOUT, check=False, **how)
     if ended.returncode != 0 or "Grad strides do not match" in ended.stdout:  # a warning of DDP: it copies gradients
         return Result("FAIL", f"exit code {ended.returncode}: {ended.stdout[-900:]}")
     return compare_logs(bench.undisturbed, bench.folder / "torchrun")

@@ -107,9 +107,6 @@ def take_turns(
         pieces: pieces of work per turn.
         warm_up: pieces of work before the first turn, which are not timed.
         minutes: no further round begins once this time is over, the warm-up included.
-
-    Raises:
-        RuntimeError: if a contender ends too early.
     """
     spawn, began = multiprocessing.get_context("spawn"), time.monotonic()
     connections: dict[str, Connection] = {}

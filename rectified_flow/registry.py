@@ -17,7 +17,7 @@ from contextlib import suppress
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints, overload
+from typing import Any, Literal, TypeVar, get_type_hints, overload
 
 from rectified_flow.errors import UsageError, first_line
 
@@ -136,11 +136,6 @@ def parameters_of(target: Callable[..., Any]) -> dict[str, inspect.Parameter]:
         if all(each.kind is not each.VAR_KEYWORD for each in parameters):
             break
     return found
-
-
-def type_of(annotation: Any) -> Any:
-    """Return an annotation without bounds and other metadata."""
-    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
 
 
 def as_plain(value: object, name: str) -> Any:

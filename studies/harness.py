@@ -178,11 +178,7 @@ def run(module: str, arguments: Sequence[str] | None = None) -> int:
 
 
 def select_rows(module: str, study: Study, flags: Flags) -> list[Row]:
-    """Return the rows that the flags ask for, the shortest first.
-
-    Raises:
-        SystemExit: if ``--only`` names no case.
-    """
+    """Return the rows that the flags ask for, the shortest first."""
     names = [name for name in study.cases if any(fnmatchcase(name, each) for each in flags.only)]
     if not names:
         raise SystemExit(f"--only {' '.join(flags.only)} matches no case; there are {', '.join(study.cases)}")

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -21,7 +21,6 @@ from PIL import Image
 
 from rectified_flow.cli.config import EvaluateConfig, ExportConfig, OneStepConfig, SampleConfig, TrainConfig
 from rectified_flow.flags import flag_types
-from rectified_flow.registry import type_of
 from tests.programs import program
 from tests.ranks import run_on_ranks
 from train_masked_text import TextFlags
@@ -61,6 +60,11 @@ PATHS = (
     *("/dev/null", "/dev/zero", "x" * 300, "~nobody/x", "\udcff", "file.txt/below", "trained/config.json", "noise.png"),
     *("lines.txt", "words.txt"),
 )
+
+
+def type_of(hint: Any) -> Any:
+    """A type without bounds and other metadata."""
+    return get_args(hint)[0] if get_origin(hint) is Annotated else hint
 
 
 def values(hint: Any) -> st.SearchStrategy[list[str]]:

@@ -49,12 +49,7 @@ class CompareFlags:
 
 
 def compare(flags: CompareFlags) -> None:
-    """Print the largest deviations from the law, and draw the spectra.
-
-    Raises:
-        UsageError: if the law or the samples cannot be read or do not fit, or the plot is a file of the user.
-        RunError: if the plot cannot be written.
-    """
+    """Print the largest deviations of the samples and of new fields from the law, and plot them."""
     config = flags.comparison
     law = read_document(config.law, Law)
     samples = read_samples(config.samples, law)
@@ -72,26 +67,14 @@ def compare(flags: CompareFlags) -> None:
 
 
 def read_samples(folder: Path, law: Law) -> Tensor:
-    """Read the samples of a folder, ``[n, 2, h, w]``.
-
-    Raises:
-        UsageError: if there are none, or one cannot be read, has another shape or is not finite.
-    """
-    paths, shape = sorted(folder.glob("*.npy")), (2, law.side, law.side)
+    """Read the samples of a folder, ``[n, 2, h, w]``."""
+    paths = sorted(folder.glob("*.npy"))
     if not paths:
         raise UsageError(f"--samples {folder} has no .npy files: pass the folder that sample.py wrote")
-    samples = []
-    for path in paths:
-        try:
-            sample = np.load(path)
-        except (OSError, ValueError, EOFError) as error:
-            raise UsageError(f"{path} cannot be read as a file of NumPy ({error}): remove it") from error
-        if sample.shape != shape:
-            raise UsageError(f"{path} has the shape {sample.shape}, not {shape} of the law: pass another --law")
-        if not np.isfinite(sample).all():
-            raise UsageError(f"{path} has pixels that are not finite: train with a lower --learning_rate")
-        samples.append(torch.from_numpy(sample))
-    return torch.stack(samples)
+    samples = torch.stack([torch.from_numpy(np.load(path)) for path in paths])
+    if samples.shape[1:] != (2, law.side, law.side):
+        raise UsageError(f"the samples have the shape {tuple(samples.shape[1:])}, not that of the law: pass its --law")
+    return samples
 
 
 def plot(law: Law, deviations: dict[str, Tensor]) -> bytes:

@@ -48,12 +48,7 @@ class MakeFlags:
 
 
 def make(flags: MakeFlags) -> None:
-    """Write the fields and their law.
-
-    Raises:
-        UsageError: if the folder is not empty or cannot be written, or ``law.json`` is a file of the user.
-        RunError: if a file cannot be written.
-    """
+    """Write the fields and their law."""
     config = flags.fields
     folder, law = prepare_folder("output_dir", config.output_dir), Law(config.side)
     if any(folder.iterdir()):

@@ -23,11 +23,7 @@ TOKENIZER_LINES = 200_000
 
 
 def open_lines(paths: Sequence[Path]) -> datasets.Dataset:
-    """Return the non-empty lines of UTF-8 text files, as a table on the disk that all processes map.
-
-    Raises:
-        UsageError: if a file cannot be read.
-    """
+    """Return the non-empty lines of UTF-8 text files, as a table on the disk that all processes map."""
     missing = [path for path in paths if not path.is_file()]
     if missing:
         raise UsageError(f"--text {missing[0]} is not a file: pass text files")

@@ -83,26 +83,15 @@ class TextFlags:
 
 
 class Accuracy(Measurement):
-    """The share of masked tokens of held-out lines that the averaged model predicts.
-
-    Args:
-        lines: the held-out lines.
-        every: steps between measurements.
-        count: number of lines to measure.
-
-    Raises:
-        UsageError: if the lines have fewer than two different words.
-    """
+    """The share of masked tokens of some held-out lines that the averaged model predicts, every so many steps."""
 
     def __init__(self, lines: TokenLines, every: int, count: int) -> None:
         super().__init__("accuracy", min(count, len(lines)), every)
         self.tokens = lines.read_batch(range(self.total))["tokens"]
         words = self.tokens[self.tokens >= len(SPECIAL)]
         if len(words.unique()) <= 1:
-            raise UsageError(
-                f"the {self.total} measured lines of {lines.description} have fewer than two different words, so "
-                "there is nothing to predict: pass a longer text, or raise --measured_lines"
-            )
+            found = f"the {self.total} measured lines of {lines.description} have fewer than two different words"
+            raise UsageError(f"{found}: pass a longer text, or raise --measured_lines")
         self.most_frequent = int(words.mode().values)
 
     def measure(self, trainer: Trainer, numbers: Sequence[int]) -> Tensor:

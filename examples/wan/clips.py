@@ -1,6 +1,6 @@
 """A folder of clips with captions, encoded once by all processes together into a store in the cache."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from rectified_flow.data.build import StoreWriter, claimed, default_cache_dir, f
 from rectified_flow.data.store import StoreDataset
 from rectified_flow.distributed import on_main
 from rectified_flow.errors import UsageError, first_line
-from rectified_flow.system.files import prepare_folder, printable
+from rectified_flow.system.files import prepare_folder, printable, read_bytes
 from wan import Wan
 
 CLIPS_VERSION = 2
@@ -31,11 +31,7 @@ class Clip:
     caption: str
 
     def decode(self, frames: int, height: int, width: int) -> Tensor:
-        """Return the first frames, uint8 ``[f, 3, h, w]``, resized to cover the size and cropped to the centre.
-
-        Raises:
-            UsageError: if the clip cannot be read, or is too short.
-        """
+        """Return the first frames, uint8 ``[f, 3, h, w]``, resized to cover the size and cropped to the centre."""
         import av
 
         taken: list[np.ndarray[tuple[int, ...], np.dtype[np.uint8]]] = []
@@ -47,35 +43,18 @@ class Clip:
         except Exception as error:  # every decoder fails in its own way
             raise UsageError(f"clip {printable(self.path)} cannot be read ({first_line(error)}): remove it") from error
         if len(taken) != frames:
-            raise UsageError(
-                f"clip {printable(self.path)} has {len(taken)} frames, fewer than --frames {frames}: remove it, or "
-                "lower --frames"
-            )
+            few = f"has {len(taken)} frames, fewer than --frames {frames}"
+            raise UsageError(f"clip {printable(self.path)} {few}: remove it, or lower --frames")
         return torch.from_numpy(np.stack(taken)).permute(0, 3, 1, 2)
 
 
 def find_clips(folder: Path) -> list[Clip]:
-    """Return all clips below ``folder``, each with the caption in the ``.txt`` file of the same name.
-
-    Raises:
-        UsageError: if the folder has no clips, or a clip has no caption.
-    """
-    clips = list(_clips(folder))
-    if not clips:
+    """Return all clips below ``folder``, each with the caption in the ``.txt`` file of the same name."""
+    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in VIDEO_SUFFIXES)
+    if not paths:
         kinds = ", ".join(suffix[1:] for suffix in VIDEO_SUFFIXES)
         raise UsageError(f"--dataset_path {folder} contains no clips ({kinds}): choose another folder")
-    return clips
-
-
-def _clips(folder: Path) -> Iterator[Clip]:
-    for path in sorted(path for path in folder.rglob("*") if path.suffix.lower() in VIDEO_SUFFIXES):
-        try:
-            yield Clip(path, path.with_suffix(".txt").read_text().strip())
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(
-                f"the caption of clip {printable(path)} cannot be read ({first_line(error)}): write it into "
-                f"{path.with_suffix('.txt').name}"
-            ) from error
+    return [Clip(path, read_bytes(path.with_suffix(".txt")).decode(errors="replace").strip()) for path in paths]
 
 
 class ClipDataset(StoreDataset):
@@ -94,12 +73,7 @@ class ClipDataset(StoreDataset):
 
 
 def encode_clips(wan: Wan, clips: Sequence[Clip], cache_dir: Path | None, state: PartialState) -> ClipDataset:
-    """Encode all clips and captions, unless an earlier run has done so. This is a collective.
-
-    Raises:
-        UsageError: if a clip cannot be read, or is too short, or the cache cannot be written.
-        RunError: if the disk is full.
-    """
+    """Encode all clips and captions, unless an earlier run has done so. This is a collective."""
     shape = wan.space.shape or ()
     contents = [
         (each.caption, each.path.name, each.path.stat().st_size, each.path.stat().st_mtime_ns) for each in clips

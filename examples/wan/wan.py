@@ -62,10 +62,8 @@ class WanNetwork(nn.Module):
         self.frozen_source = source
         self.conditions = {"text": Captions(empty)}
 
-    def forward(self, x: Tensor, t: Tensor, text: Tensor, **others: Tensor) -> Tensor:
+    def forward(self, x: Tensor, t: Tensor, text: Tensor) -> Tensor:
         """Return the velocity at latents ``x`` ``[b, c, f, h, w]`` and times ``t`` ``[b]``."""
-        if others:
-            raise UsageError(f"a Wan transformer does not accept {', '.join(others)}: train it as a rectified flow")
         dtype = self.transformer.dtype
         times = TRAINING_TIMESTEPS * t
         predicted: Tensor = self.transformer(x.to(dtype), times, text.to(dtype), return_dict=False)[0]
@@ -79,23 +77,18 @@ class Wan:
         model: folder or hub id of the pipeline.
         size: frames, height and width of the clips.
         device: where to compute.
-
-    Raises:
-        UsageError: if the model is no text-to-video pipeline of one Wan transformer, or does not fit the size.
     """
 
     def __init__(self, model: str, size: tuple[int, int, int], device: torch.device) -> None:
-        from diffusers import DiffusionPipeline
+        from diffusers import WanPipeline
 
         self.model, self.size, self.device = model, size, device
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         try:
-            index: Any = DiffusionPipeline.load_config(model)
-            if index.get("_class_name") != "WanPipeline" or index.get("boundary_ratio") is not None:
-                raise UsageError(f"--model {model} is no WanPipeline of one transformer: pass another --model")
-            self.pipeline: Any = DiffusionPipeline.from_pretrained(
-                model, use_safetensors=True, torch_dtype={"default": self.dtype, "vae": torch.float32}
-            )
+            types = {"default": self.dtype, "vae": torch.float32}
+            self.pipeline: Any = WanPipeline.from_pretrained(model, use_safetensors=True, torch_dtype=types)
+            if self.pipeline.config.boundary_ratio is not None:
+                raise ValueError("it has two transformers")
         except (OSError, ValueError) as error:
             raise UsageError(f"--model {model} cannot be loaded ({first_line(error)}): pass another --model") from error
         self.pipeline.to(device)
@@ -117,11 +110,6 @@ class Wan:
         return ClipLatents(shape, config.latents_mean, config.latents_std)
 
     @property
-    def text_dim(self) -> int:
-        """Channels of the embedding of a caption."""
-        return int(self.transformer.config.text_dim)
-
-    @property
     def time_shift(self) -> float:
         """The shift of the times of the model's scheduler."""
         known = self.pipeline.scheduler.config
@@ -129,10 +117,8 @@ class Wan:
 
     def embed(self, caption: str) -> Tensor:
         """Return the embedding of a caption ``[1, tokens, d]``."""
-        text, _ = self.pipeline.encode_prompt(
-            caption, do_classifier_free_guidance=False, max_sequence_length=TEXT_TOKENS
-        )
-        return text
+        how = {"do_classifier_free_guidance": False, "max_sequence_length": TEXT_TOKENS}
+        return self.pipeline.encode_prompt(caption, **how)[0]
 
     def add_lora(self, rank: int) -> None:
         """Add a new LoRA in float32 to the frozen transformer."""
