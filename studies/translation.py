@@ -66,8 +66,8 @@ def open_sides(row: Row, *, paired: bool, degraded: bool) -> tuple[ImageDataset,
     if degraded:
         return target.subset(seen), target.subset(unseen)
     source = open_pictures(f"{folder}/{begin}", row.image_size)
-    known = target.with_source(source, range(len(source)))
-    training = known.subset(seen) if paired else target.subset(seen).with_source(source.subset(seen))
+    known = target.changed(source=source, partners=np.arange(len(source)))
+    training = known.subset(seen) if paired else target.subset(seen).changed(source=source.subset(seen))
     return training, known.subset(unseen)
 
 

@@ -22,7 +22,7 @@ from rectified_flow.cli.record import resolved
 from rectified_flow.cli.sample import sample
 from rectified_flow.cli.train import train
 from rectified_flow.data.sources import ImageSource
-from rectified_flow.data.sources.folder import PictureFolder
+from rectified_flow.data.sources.folder import FileFolder
 from rectified_flow.flags import parse
 from rectified_flow.training.speed import Speed
 from tests.ranks import run_on_ranks
@@ -97,7 +97,7 @@ class Sizes(ImageSource):
         return self.sizes[index]
 
 
-class OwnPictures(Sizes, PictureFolder):
+class OwnPictures(Sizes, FileFolder):
     """Pictures of a folder, of which only the sizes are read."""
 
 

@@ -9,8 +9,8 @@ from torch.utils.data import Dataset
 
 from rectified_flow.condition import ConditionSpecs, Labels, WrittenCondition
 from rectified_flow.data.config import ColumnConfig, DataConfig, RunData, SourceConfig
-from rectified_flow.data.metadata import Column, choose_columns, identity_of
-from rectified_flow.data.open import find_source, open_dataset, read_table, reader_of, space_of_folder
+from rectified_flow.data.metadata import Column, identity_of
+from rectified_flow.data.open import find_columns, find_source, open_dataset, reader_of, space_of_folder
 from rectified_flow.data.sources import ImageSource
 from rectified_flow.data.store import ImageDataset, pair_by_name
 from rectified_flow.data.stream import Batches
@@ -93,7 +93,7 @@ def add_source(pictures: ImageDataset, data: DataConfig, flags: SourceConfig) ->
     except UsageError as error:
         raise UsageError(str(error).replace("--dataset_path", "--source_path")) from error
     if not flags.paired:
-        return pictures.with_source(source, seed=data.data_seed or 0)
+        return pictures.changed(source=source, seed=data.data_seed or 0)
     return pair_by_name(pictures, source, skip_unpaired=data.skip_broken_images)
 
 
@@ -109,8 +109,7 @@ def add_columns(
     if not flags.condition_on:
         return pictures
     state, columns = PartialState(), dict[str, Column]()
-    table = read_table(pictures, source)
-    for found in choose_columns(table, flags.condition_on, pictures.info.source):
+    for found in find_columns(pictures, flags.condition_on, source):
         if kinds is not None:
             kind = kinds.get(found.name)
         else:
@@ -124,7 +123,7 @@ def add_columns(
             columns[found.name] = Column(kind, found.first, found.texts, values)
     if flags.text_encoder and not any(each.kind.is_text for each in columns.values()):
         raise UsageError("--text_encoder has no effect: no column of --condition_on has captions; leave it out")
-    return pictures.with_columns(columns, seed=seed)
+    return pictures.changed(columns=columns, seed=seed)
 
 
 def split_of(pictures: ImageDataset, data: DataConfig) -> Split | None:

@@ -23,7 +23,7 @@ from rectified_flow.cli.record import config_of
 from rectified_flow.condition import ConditionSpecs
 from rectified_flow.data.config import Crop
 from rectified_flow.data.sources import ImageSource
-from rectified_flow.data.sources.folder import PictureFolder
+from rectified_flow.data.sources.folder import FileFolder
 from rectified_flow.data.sources.huggingface import HuggingFaceSource
 from rectified_flow.distributed import on_main
 from rectified_flow.errors import UsageError
@@ -90,7 +90,7 @@ def sides_of(source: ImageSource, crop: Crop) -> list[int]:
 def _choose_size(config: TrainConfig, source: ImageSource, sides: Sequence[int]) -> dict[str, Any]:
     """Return the flags of the largest size for which there is enough time, and print them. Collective."""
     state, time = PartialState(), budget_of(config)
-    is_own = isinstance(source, PictureFolder | HuggingFaceSource) and not config.data.space and config.origin is None
+    is_own = isinstance(source, FileFolder | HuggingFaceSource) and not config.data.space and config.origin is None
     if time is None or not is_own or not SIZE_FLAGS.isdisjoint(config.given) or not sides:
         return {}
     for (side, autoencoder), min_images in plan.SIZES.items():

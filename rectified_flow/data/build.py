@@ -242,33 +242,33 @@ def _build(
             broken = f"broken image {source.describe(index)} ({getattr(error, 'strerror', None) or first_line(error)})"
             raise UsageError(f"{broken}: remove it, or pass --skip_broken_images") from error
 
-    labels, broken, originals, contents = list[int](), list[str](), list[Original](), set[bytes]()
+    kept, broken, contents = list[tuple[Original, int]](), list[str](), set[bytes]()
     bar = progress_bar(total=len(numbers), desc=f"preparing {source.name}", unit="img")
     with bar, ThreadPoolExecutor(processors()) as pool:  # the decoder releases the GIL
-        for chunk in (numbers[start : start + CHUNK] for start in range(0, len(numbers), CHUNK)):
-            written = list[Row]()
+        for start in range(0, len(numbers), CHUNK):
+            chunk, written = numbers[start : start + CHUNK], list[Row]()
             for index, decoded in zip(chunk, pool.map(decode, chunk), strict=True):
                 bar.update()
                 if decoded is None:
                     broken.append(source.describe(index))
                     continue
                 row, size, label = decoded
-                written.append(row)
                 rows.add(row)
+                written.append(row)
                 contents.add(blake2b(row.tobytes(), digest_size=16).digest())
-                originals.append(Original(source.name_of(index), *size))
-                labels.append(label)
+                kept.append((Original(source.name_of(index), *size), label))
             if written:
                 images = {"images": np.stack(written)}
                 if not store.shapes:
                     store.allocate(images)
-                store.write(len(labels) - len(written), images)
-    if not labels:
+                store.write(len(kept) - len(written), images)
+    if not kept:
         raise UsageError(f"none of the {len(broken)} images in {source.name} could be read")
     excluded = [f"left out {count} images by --exclude"] if (count := len(source) - len(numbers)) else []
     skipped = [f"skipped {len(broken)} broken images of {len(numbers)}; the first is {each}" for each in broken[:1]]
     for note in (*source.notes, *excluded, *skipped):
         tqdm.write(note)
+    originals, labels = zip(*kept, strict=True)
     (store.stage / ORIGINALS_FILE).write_text(json.dumps(originals))
     store.complete(
         np.asarray(labels, dtype=np.int64),

@@ -39,11 +39,7 @@ class Framing:
 
     @classmethod
     def of(cls, image_size: int, aspect_ratio: str = "1:1", *, alpha: bool = False, crop: Crop = "center") -> Self:
-        """Build the framing from the values of flags; ``image_size`` is the short side.
-
-        Raises:
-            UsageError: if ``aspect_ratio`` is not WIDTH:HEIGHT, or the long side is not an integer.
-        """
+        """Build the framing from the values of flags; ``image_size`` is the short side."""
         width, height = parse_ratio(aspect_ratio)
         short = min(width, height)
         times, rest = divmod(image_size, short)
@@ -70,22 +66,17 @@ class Framing:
 
     def enlarges(self, width: int, height: int) -> bool:
         """Return whether an image of this size would be enlarged when it is stored."""
-        wide, high = self.stored_size
-        too_narrow, too_low = width < wide, height < high
-        return too_narrow and too_low if self.crop == "none" else too_narrow or too_low
+        smaller = [given < stored for given, stored in zip((width, height), self.stored_size, strict=True)]
+        return all(smaller) if self.crop == "none" else any(smaller)
 
 
 def parse_ratio(text: str) -> tuple[int, int]:
-    """Return width and height, without common divisors, of ``3:2``.
-
-    Raises:
-        UsageError: if the text is not a ratio.
-    """
-    match = re.fullmatch(r"([0-9]{1,4}):([0-9]{1,4})", text)
-    width, height = (int(number) for number in match.groups()) if match else (0, 0)
-    rule = "it must be width:height, two whole numbers from 1 to 9999, such as 3:2"
-    if min(width, height) <= 0:
+    """Return width and height, without common divisors, of ``3:2``."""
+    match = re.fullmatch("([1-9][0-9]{0,3}):([1-9][0-9]{0,3})", text)
+    if match is None:
+        rule = "it must be width:height, two whole numbers from 1 to 9999, such as 3:2"
         raise UsageError(f"--aspect_ratio is {text}; {rule}")
+    width, height = map(int, match.groups())
     common = gcd(width, height)
     return width // common, height // common
 

@@ -24,17 +24,18 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate import PartialState
 from torch import Tensor
 
 from rectified_flow.condition import Condition, WrittenCondition, with_point
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.registry import describe, find, names
-from rectified_flow.system.files import printable, read_bytes
+from rectified_flow.system.files import read_bytes
+from rectified_flow.system.terminal import escaped
 
 METADATA_FILES = ("metadata.csv", "metadata.jsonl")
 FILE_NAME, TEXT = "file_name", "text"
 SEPARATORS = ",;\t"
-Rows = Sequence[tuple[Any, str]]  # the value of each row of a column, with the place of the row
 RESERVED = {
     *("x", "t", "r", "images", "latents", "noise", "noise_rows", "path", "source", "unknown", "labels", "time", "kind"),
     *("self", "steps", "count", "solver", "grid", "guidance", "start", "noise_level", "mask", "watch", "decode"),
@@ -44,54 +45,33 @@ RESERVED = {
 FIRST_VALUES, SHORT = 3, 30  # number of the most frequent values that are printed, and their largest length
 
 
-@dataclass(frozen=True)
-class Table:
-    """The columns of a dataset.
-
-    Args:
-        columns: the values of each row by column; None, an empty text or an empty list where there is none.
-        places: the place of each row, such as ``row 12 of metadata.csv``; empty for a picture without a row.
-        notes: lines to print.
-        rows: numbers of the rows that belong to the table; None for all.
-    """
-
-    columns: Mapping[str, Sequence[Any]]
-    places: Sequence[str]
-    notes: Sequence[str] = ()
-    rows: Sequence[int] | None = None
-
-    def read(self, column: str) -> list[tuple[Any, str]]:
-        """Return the value of each row of a column, with the place of the row."""
-        values = list(self.columns[column])
-        return [(values[row], self.places[row]) for row in (range(len(values)) if self.rows is None else self.rows)]
-
-
-def read_metadata(metadata: Sequence[Path], files: Sequence[Path]) -> Table:
-    """Read metadata files, whose names are in :data:`METADATA_FILES`, and text files beside some pictures."""
+def read_metadata(metadata: Sequence[Path], files: Sequence[Path]) -> dict[str, list[Any]]:
+    """Return the columns of pictures by name, from metadata files and from text files beside the pictures."""
     number = {_normal(file): row for row, file in enumerate(files)}
     columns = defaultdict[str, list[Any]](lambda: [None] * len(files))
-    places, absent = [""] * len(files), list[object]()
+    known, absent = set[int](), list[object]()
     for path in metadata:
-        for line, values in enumerate(_read(path), start=1):
-            place, name = f"row {line} of {printable(path.name)}", values.pop(FILE_NAME, None)
+        for values in _read(path):
+            name = values.pop(FILE_NAME, None)
             row = number.get(_normal(path.parent / str(name).replace("\\", "/")))
             if row is None:
                 absent.append(name)
                 continue
-            if places[row]:
-                raise UsageError(f"{place} names {name} again, after {places[row]}: remove one of the two ({path})")
-            places[row] = place
+            if row in known:
+                raise UsageError(f"{path} names {name} again: remove one of its two rows")
+            known.add(row)
             for column, value in values.items():
                 columns[column][row] = value
-    if absent and not any(places):
-        raise UsageError(f"no {FILE_NAME} in {metadata[0]} exists, such as {absent[0]}: write paths relative to it")
-    notes = [f"{len(absent)} rows of the metadata name no picture in the folder, such as {each}" for each in absent[:1]]
+    if absent:
+        found = f"{len(absent)} of the {FILE_NAME}s in {metadata[0].name} do not exist, such as {absent[0]}"
+        if not known:
+            raise UsageError(f"{found}: write paths relative to it")
+        PartialState().print(escaped(f"note: {found}"))
     if TEXT not in columns:
         beside = {row: path for row, file in enumerate(files) if (path := file.with_suffix(".txt")).exists()}
         for row, path in beside.items():
             columns[TEXT][row] = _text_of(path)
-            places[row] = places[row] or printable(path.name)
-    return Table(dict(columns), places, notes)
+    return dict(columns)
 
 
 def _normal(file: Path) -> str:
@@ -210,27 +190,32 @@ class ColumnSpec:
         return f"{self.kind.column_type}, {len(counts)} different{gaps}: {some}{', ...' * (len(counts) > FIRST_VALUES)}"
 
 
-def choose_columns(table: Table, wanted: Sequence[str], source: str) -> list[ColumnSpec]:
+def choose_columns(
+    columns: Mapping[str, Sequence[Any]], rows: Mapping[str, int], wanted: Sequence[str], source: str
+) -> list[ColumnSpec]:
     """Return the columns that are asked for, each with the kind that its values suit.
 
     Args:
-        table: all columns.
+        columns: the values of all columns; None, an empty text or an empty list where there is none.
+        rows: the row of each picture by its name.
         wanted: names of columns, or ``all``; ``COLUMN=TYPE`` requests a kind.
         source: name of the pictures, for errors.
     """
-    has = ", ".join(table.columns) or f"none; write a metadata.csv with a column {FILE_NAME} beside the pictures"
+    has = ", ".join(columns) or f"none; write a metadata.csv with a column {FILE_NAME} beside the pictures"
     types = dict(each.partition("=")[::2] for each in wanted)
     every = types.pop("all", None) is not None
     registered = (find("condition_on", WrittenCondition, name) for name in names(WrittenCondition))
     kinds = {kind.column_type: kind for kind in registered}
     for column, named in types.items():
-        if column not in table.columns:
+        if column not in columns:
             raise UsageError(f"--condition_on {column} does not exist in {source}: its columns are {has}")
         if named not in ("", *kinds):
             raise UsageError(f"--condition_on {column}={named} is not a type: pass {', '.join(kinds)}")
     chosen = list[ColumnSpec]()
-    for column in table.columns if every else types:
-        spec = _spec(column, table.read(column), types.get(column, ""), kinds)
+    for column in columns if every else types:
+        values = list(columns[column])
+        cells = {name: values[row] for name, row in rows.items()}
+        spec = _spec(column, cells, [kinds[types[column]]] if types.get(column) else [*kinds.values()])
         if spec is None and not every:
             raise UsageError(f"--condition_on {column} has no values (texts, numbers or lists of texts): leave it out")
         if spec is not None and not (every and spec.has_identifiers):
@@ -240,22 +225,20 @@ def choose_columns(table: Table, wanted: Sequence[str], source: str) -> list[Col
     return chosen
 
 
-def _spec(column: str, rows: Rows, named: str, kinds: Mapping[str, type[WrittenCondition]]) -> ColumnSpec | None:
-    """Return a column as the named kind, or the one that its values suit; None if it has no values, or nested ones."""
-    cells = [cell for value, _place in rows if (cell := _texts_of(value)) is not None]
-    if len(cells) < len(rows):
-        return None
-    texts = [text for cell in cells for text in cell]
-    suitable = [kind for kind in kinds.values() if kind.suits(texts) and all(len(cell) < 2 for cell in cells)]
-    suitable = [kinds[named]] if named else [*suitable, *(kind for kind in kinds.values() if kind.is_text)]
-    if not suitable:
+def _spec(column: str, values: Mapping[str, Any], kinds: Sequence[type[WrittenCondition]]) -> ColumnSpec | None:
+    """Return a column as the first of the kinds that suits its values; None if it has no values, or nested ones."""
+    cells = {name: cell for name, value in values.items() if (cell := _texts_of(value)) is not None}
+    texts, several = [text for cell in cells.values() for text in cell], any(len(cell) > 1 for cell in cells.values())
+    suitable = [kind for kind in kinds if len(kinds) == 1 or (kind.suits(texts) and not several)]
+    suitable += [kind for kind in kinds if kind.is_text]
+    if len(cells) < len(values) or not suitable:
         return None
     kind, normal = suitable[0], list[list[str]]()
-    for cell, (_value, place) in zip(cells, rows, strict=True):
+    for name, cell in cells.items():
         try:
             normal.append([each for text in cell if (each := kind.normal(text))])
         except ValueError as error:
-            found = f"--condition_on {column} has {kind.column_type}s, but {place} has {str(error)!r}"
+            found = f"--condition_on {column} has {kind.column_type}s, but {str(error)!r} for the picture {name}"
             raise UsageError(f"{found}: correct this value, or pass {column}=label") from error
     first = np.cumsum([0, *map(len, normal)], dtype=np.int64)
     texts = [text for cell in normal for text in cell]

@@ -2,17 +2,14 @@
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from accelerate import PartialState
-
 from rectified_flow.data.build import open_store
 from rectified_flow.data.config import Crop, Framing
-from rectified_flow.data.metadata import Table
+from rectified_flow.data.metadata import ColumnSpec, choose_columns
 from rectified_flow.data.sources import ImageSource
-from rectified_flow.data.sources.folder import PictureFolder, find_files
+from rectified_flow.data.sources.folder import FileFolder, find_files
 from rectified_flow.data.sources.huggingface import HuggingFaceSource, find_dataset_file
 from rectified_flow.data.sources.synthetic_flowers import SYNTHETIC_FLOWERS, SyntheticFlowers
 from rectified_flow.data.store import ImageDataset
@@ -21,7 +18,6 @@ from rectified_flow.flags import Positive, name_of, split_part, typed_options
 from rectified_flow.registry import as_plain, find, names, parameters_of
 from rectified_flow.system.files import printable, usable_path
 from rectified_flow.system.pictures import content_of
-from rectified_flow.system.terminal import escaped
 
 
 def open_dataset(
@@ -83,13 +79,12 @@ def framing_of(arguments: Mapping[str, Any]) -> Framing:
     return Framing.of(**{name: arguments[name] for name in ("image_size", "aspect_ratio", "alpha", "crop")})
 
 
-def read_table(pictures: ImageDataset, source: ImageSource | None = None) -> Table:
-    """Return the columns beside pictures, a row for each picture of the store, from their source if it is known."""
+def find_columns(pictures: ImageDataset, wanted: Sequence[str], source: ImageSource | None = None) -> list[ColumnSpec]:
+    """Return the columns of pictures that are asked for, from the source of the pictures if it is known."""
     source = find_source(**pictures.arguments) if source is None else source
-    table, numbers = source.read_table(), {source.name_of(number): number for number in range(len(source))}
-    for note in table.notes:
-        PartialState().print(escaped(f"note: {note}"))
-    return replace(table, rows=[numbers[original.name] for original in pictures.originals])
+    number = {source.name_of(number): number for number in range(len(source))}
+    rows = {original.name: number[original.name] for original in pictures.originals}
+    return choose_columns(source.read_table(), rows, wanted, pictures.info.source)
 
 
 def find_source(dataset: str, dataset_path: str | Path | None = None, **arguments: Any) -> ImageSource:
@@ -112,7 +107,7 @@ def find_source(dataset: str, dataset_path: str | Path | None = None, **argument
         return cast(ImageSource, reader(folder, split=split, **typed_options("space", reader, options)))
     if find_dataset_file(folder) is not None:
         return HuggingFaceSource(folder, split)
-    source = PictureFolder(folder, split=split)
+    source = FileFolder(folder, split=split)
     for other, _most, odd in _claims(folder):
         if odd:
             found = f"{len(odd)} files of {other.kind} are read as pictures, such as {printable(odd[0])}"

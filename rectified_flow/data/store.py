@@ -68,11 +68,6 @@ class StoreInfo:
     space: dict[str, Any] | None = None
     """Description of the space of the stored rows, with the scale of all of them; None for pictures."""
 
-    @property
-    def size_text(self) -> str:
-        """Sides of the images: ``64``, or ``96x64``."""
-        return str(self.image_size) if self.framing is None else self.framing.size_text
-
 
 def mapped(file: Path, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
     """Return the array in a store's file ``NAME.DTYPE`` as a memory map, which must not be modified."""
@@ -115,30 +110,21 @@ class StoreDataset(Dataset[dict[str, Tensor]]):
         """Whether an item has another source in each epoch."""
         return self.source is not None and self.partners is None
 
-    def _with(self, **changes: Any) -> Self:
+    def changed(self, **attributes: Any) -> Self:
         """Return a dataset on the same store with other attributes."""
-        changed = copy(self)
-        vars(changed).update(changes)
-        return changed
-
-    def with_columns(self, columns: Mapping[str, Column], *, seed: int = 0) -> Self:
-        """Return the same items with further conditions; the seed is that of the choice among several captions."""
-        return self._with(columns=dict(columns), seed=seed)
-
-    def with_source(self, source: "StoreDataset", partners: Sequence[int] | None = None, *, seed: int = 0) -> Self:
-        """Return the same items with sources; see the attributes ``partners`` and ``seed``."""
-        known = None if partners is None else np.asarray(partners, dtype=np.int64)
-        return self._with(source=source, partners=known, seed=seed)
+        other = copy(self)
+        vars(other).update(attributes)
+        return other
 
     def like(self, other: "StoreDataset", source: "StoreDataset | None") -> Self:
         """Return the rows that ``other``, a dataset on a store with the same rows, has as items, with their sources."""
         same = {name: vars(other)[name] for name in ("rows", "partners", "columns", "seed")}
-        return self._with(source=source, **same)
+        return self.changed(source=source, **same)
 
     def subset(self, items: Sequence[int] | np.ndarray[Any, Any]) -> Self:
         """Return some items as a dataset of the same kind."""
         chosen = np.asarray(items, dtype=np.int64)
-        return self._with(rows=chosen if self.rows is None else self.rows[chosen])
+        return self.changed(rows=chosen if self.rows is None else self.rows[chosen])
 
     @cached_property
     def info(self) -> StoreInfo:
@@ -185,12 +171,11 @@ class StoreDataset(Dataset[dict[str, Tensor]]):
     @property
     def description(self) -> str:
         """The pictures in a line for a person."""
+        size = self.info.framing.size_text if self.info.framing else self.info.image_size
         labels = f", {len(self.class_names)} classes" if self.class_names else ""
-        text = f"{self.info.source}: {len(self)} images of {self.info.size_text} px{labels}"
-        if self.source is None:
-            return text
-        how = "paired by name" if self.partners is not None else "unpaired"
-        return f"{text}, from {len(self.source)} of {self.source.info.source}, {how}"
+        how = "unpaired" if self.is_unpaired else "paired by name"
+        source = f", from {len(self.source)} of {self.source.info.source}, {how}" if self.source is not None else ""
+        return f"{self.info.source}: {len(self)} images of {size} px{labels}{source}"
 
     @property
     def fingerprint(self) -> str:
@@ -262,11 +247,6 @@ class StoreDataset(Dataset[dict[str, Tensor]]):
 class ImageDataset(StoreDataset):
     """The pictures of a store: items have ``images``, uint8 ``[c, h, w]``, RGB or RGBA, or measurements of any type."""
 
-    @property
-    def images(self) -> np.ndarray[Any, np.dtype[Any]]:
-        """All images of the store, as a memory map ``[n, c, h, w]``, which must not be modified."""
-        return self.entries["images"]
-
     @cached_property
     def originals(self) -> list[Original]:
         """The picture that each row of the store was made from."""
@@ -304,7 +284,7 @@ def pair_by_name(pictures: ImageDataset, source: ImageDataset, *, skip_unpaired:
         if not paired or not skip_unpaired:
             raise UsageError(f"{found}: add the partner, or pass --skip_broken_images")
         PartialState().print(f"note: {found}; they are left out")
-    return pictures.with_source(source, partners).subset(paired)
+    return pictures.changed(source=source, partners=np.asarray(partners)).subset(paired)
 
 
 def _is_alike(one: Original, other: Original) -> bool:

@@ -60,9 +60,7 @@ class Split:
         training, held_out = dataset.subset(self.training), dataset.subset(self.held_out)
         if self.sources is not None and dataset.source is not None:
             seen, unseen = self.sources.divide(dataset.source)
-            training, held_out = (
-                part.with_source(source, seed=dataset.seed) for part, source in ((training, seen), (held_out, unseen))
-            )
+            training, held_out = training.changed(source=seen), held_out.changed(source=unseen)
         return training, held_out
 
 

@@ -45,7 +45,7 @@ def test_the_framing_names_a_store_where_it_is_not_the_default(tmp_path: Path) -
     assert len(set(paths)) == len(framings)
     for path, framing in zip(paths, framings, strict=True):
         dataset = ImageDataset(path)
-        assert dataset.images.shape == (2, framing.shape[0], *framing.stored_size[::-1])
+        assert dataset.entries["images"].shape == (2, framing.shape[0], *framing.stored_size[::-1])
         assert dataset.read_pictures([0, 1]).shape == (2, 3, *framing.shape[1:])
         assert dataset.info.framing == framing
 

@@ -80,7 +80,7 @@ def test_order_of_rows_and_gaps(folder: Path, capsys: pytest.CaptureFixture[str]
     assert batch["text"][2].isnan().all()
     printed = capsys.readouterr().out
     assert "missing in 3 of 20 rows" in printed
-    assert "1 rows of the metadata name no picture in the folder, such as 99.png" in printed
+    assert "note: 1 of the file_names in metadata.csv do not exist, such as 99.png" in printed
 
 
 def test_one_of_several_captions_in_each_epoch(folder: Path) -> None:
@@ -195,24 +195,32 @@ NUMBERS = [str(number) for number in range(19)]
 @pytest.mark.parametrize(
     ("suffix", "content", "sentence"),
     [
-        ("csv", lines_of(TABLE, rows_of()[3]), "row 21 of metadata.csv names 03.png again, after row 4"),
-        ("csv", cells("size", [*NUMBERS, "tall"]), "row 20 of metadata.csv has 'tall'"),
-        ("csv", cells("size", [*NUMBERS, "4e38"]), "row 20 of metadata.csv has '4e38'"),
-        ("csv", cells("size", ['"1,234"', "12"]), "row 1 of metadata.csv has '1,234': correct this value"),
-        ("csv", cells("size", ["1.234,5", "2,5"], ";"), "has numbers, but row 1 of metadata.csv has '1.234,5'"),
-        ("csv", cells("size", ['"1,234.5"']), "has numbers, but row 1 of metadata.csv has '1,234.5'"),
-        ("csv", cells("size", ["1'234.5"]), "has numbers, but row 1 of metadata.csv has"),
+        ("csv", lines_of(TABLE, rows_of()[3]), "metadata.csv names 03.png again: remove one of its two rows"),
+        (
+            "csv",
+            cells("size", [*NUMBERS, "tall"]),
+            "'tall' for the picture 19.png: correct this value, or pass size=label",
+        ),
+        ("csv", cells("size", [*NUMBERS, "4e38"]), "'4e38' for the picture 19.png"),
+        ("csv", cells("size", ['"1,234"', "12"]), "has numbers, but '1,234' for the picture 00.png"),
+        ("csv", cells("size", ["1.234,5", "2,5"], ";"), "'1.234,5' for the picture"),
+        ("csv", cells("size", ['"1,234.5"']), "'1,234.5' for the picture"),
+        ("csv", cells("size", ["1'234.5"]), "for the picture 00.png"),
         ("csv", cells("size", ["3"], "|"), "the first line has no column file_name between commas, semicolons or tabs"),
         ("csv", "", "has no column file_name"),
-        ("csv", "file_name,size\n,1", "metadata.csv exists, such as : write paths relative to it"),
+        (
+            "csv",
+            "file_name,size\n,1",
+            "1 of the file_names in metadata.csv do not exist, such as : write paths relative to it",
+        ),
         ("csv", cells("text", ["a,more"]), "(row 1: it has more values than the header"),
         ("csv", cells("text", ['"a']), "metadata.csv cannot be read (row 1: "),
         ("csv", cells("text", ["gr\xfcn"]).encode("cp1252"), "not encoded as UTF-8, but perhaps as Windows-1252"),
         ("csv", cells("text", ["a"]).encode("utf-16-le"), "is not encoded as UTF-8"),
-        ("csv", TABLE.replace("\n", "\nelsewhere/"), "metadata.csv exists, such as elsewhere/00"),
+        ("csv", TABLE.replace("\n", "\nelsewhere/"), "metadata.csv do not exist, such as elsewhere/00"),
         ("jsonl", jsonl("["), "metadata.jsonl cannot be read (row 1: "),
         ("jsonl", jsonl("[[]]"), "finds no suitable column in pictures: its columns are a"),
-        ("jsonl", "{}", "metadata.jsonl exists, such as None: write paths relative to it"),
+        ("jsonl", "{}", "metadata.jsonl do not exist, such as None: write paths"),
     ],
 )
 def test_bad_metadata_is_named(folder: Path, suffix: str, content: str | bytes, sentence: str) -> None:
@@ -228,7 +236,7 @@ def test_bad_metadata_is_named(folder: Path, suffix: str, content: str | bytes, 
         ("empty", "--condition_on empty has no values"),
         ("colour", "--condition_on colour does not exist in pictures: its columns are size, meta, empty, text"),
         ("size size=colour", "--condition_on size=colour is not a type: pass "),
-        ("text text=number", "--condition_on text has numbers, but row 1 of metadata.jsonl has 'a'"),
+        ("text text=number", "--condition_on text has numbers, but 'a' for the picture 00.png"),
         ("all colour=label", "--condition_on colour does not exist in pictures"),
     ],
 )
@@ -252,12 +260,12 @@ def test_metadata_that_is_no_file(folder: Path) -> None:
 def test_flowers_have_a_known_size() -> None:
     """The share of pixels unlike the background grows with the radius in the table."""
     flowers = SyntheticFlowers(64, count=240)
-    table, daisies = flowers.read_table(), range(0, 240, 12)
+    columns, daisies = flowers.read_table(), range(0, 240, 12)
     areas = [(np.asarray(flowers.load(index)[0]).min(axis=2) > 150).mean() for index in daisies]  # white petals
-    assert np.corrcoef([table.read("size")[index][0] for index in daisies], areas)[0, 1] > 0.8
-    assert table.read("petals")[0][0] == 13
-    assert table.read("text")[0][0] == ["a white daisy", "a white flower with 13 petals"]
-    [text] = choose_columns(table, ["text"], flowers.name)
+    assert np.corrcoef([columns["size"][index] for index in daisies], areas)[0, 1] > 0.8
+    assert columns["petals"][0] == 13
+    assert columns["text"][0] == ["a white daisy", "a white flower with 13 petals"]
+    [text] = choose_columns(columns, {str(index): index for index in range(240)}, ["text"], flowers.name)
     assert text.kind is Caption  # although there are only 24 different texts
 
 

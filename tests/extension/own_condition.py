@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from rectified_flow import register
 from rectified_flow.condition import WrittenCondition
-from rectified_flow.data.metadata import Table
 from tests.extension.own_pictures import Squares
 
 
@@ -46,8 +45,8 @@ class OnCircle(nn.Linear):
 class Dials(Squares):
     """The squares, each with an angle."""
 
-    def read_table(self) -> Table:
-        return Table({"turn": [18 * index for index in range(20)]}, [self.describe(index) for index in range(20)])
+    def read_table(self) -> dict[str, list[int]]:
+        return {"turn": [18 * index for index in range(20)]}
 
 
 @register(role="dataset")

@@ -56,7 +56,7 @@ def pictures(tmp_path: Path) -> ImageDataset:
 
 def test_latents_are_those_of_the_pictures_and_their_mirror_images(pictures: ImageDataset) -> None:
     latents, space = encode(pictures), Latents(Haar(1), 8)
-    batch, images = latents.read_batch([0, 45, 7]), torch.from_numpy(pictures.images[[0, 45, 7]])
+    batch, images = latents.read_batch([0, 45, 7]), torch.from_numpy(pictures.entries["images"][[0, 45, 7]])
     assert set(batch) == {"latents", "labels"}
     assert (batch["latents"].dtype, batch["latents"].shape) == (torch.float16, (3, 2, 1, 12, 4, 4))
     for variant, expected in enumerate((images, images.flip(-1))):

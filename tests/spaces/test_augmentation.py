@@ -96,12 +96,10 @@ class Deaf(AugmentationLabels):
     """Numbers that the network does not get."""
 
     def embedding(self, dim: int) -> torch.nn.Module:
-        return super().embedding(dim).requires_grad_(requires_grad=False).apply(_silence)
-
-
-def _silence(module: torch.nn.Module) -> None:
-    for parameter in module.parameters():
-        parameter.data.zero_()
+        embedding = super().embedding(dim).requires_grad_(requires_grad=False)
+        for parameter in embedding.parameters():
+            parameter.zero_()
+        return embedding
 
 
 def share_that_faces_left(kind: AugmentationLabels) -> float:

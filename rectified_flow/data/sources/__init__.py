@@ -1,12 +1,11 @@
 """The contract of a source of images, and the rows of a store that are made from its images."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from rectified_flow.data.config import Framing
-from rectified_flow.data.metadata import Table
 from rectified_flow.errors import UsageError
 from rectified_flow.system.pictures import fit, upright_size
 
@@ -77,9 +76,9 @@ class ImageSource:
             raise UsageError(f"--exclude names {unknown[0]}, which is no image of {self.name}: correct the list")
         return sorted({*range(len(self))} - {names[name] for name in exclude})
 
-    def read_table(self) -> Table:
-        """Return the columns beside the images."""
-        return Table({}, [""] * len(self))
+    def read_table(self) -> Mapping[str, Sequence[Any]]:
+        """Return the columns beside the images, a value for each image."""
+        return {}
 
     def rows(self, framing: Framing) -> PictureRows:
         """Return how the images become rows of a store."""

@@ -10,9 +10,7 @@ from os.path import commonpath
 from pathlib import Path
 from typing import Any, ClassVar
 
-from PIL import Image
-
-from rectified_flow.data.metadata import METADATA_FILES, Table, read_metadata
+from rectified_flow.data.metadata import METADATA_FILES, read_metadata
 from rectified_flow.data.sources import ImageSource
 from rectified_flow.errors import UsageError
 from rectified_flow.system.files import printable
@@ -45,9 +43,10 @@ COMPANIONS = {
 
 
 class FileFolder(ImageSource):
-    """All files of a kind below ``path``. If every file is in a subfolder, its class is the name of the topmost one.
+    """All pictures below ``path``; a subclass reads files of another kind.
 
-    Of the splits of a dataset, only one is read, and of subfolders such as ``images`` and ``labels`` only the first.
+    If every file is in a subfolder, its class is the name of the topmost one. Of the splits of a dataset, only one is
+    read, and of subfolders such as ``images`` and ``labels`` only the first.
 
     Args:
         path: the folder.
@@ -55,11 +54,11 @@ class FileFolder(ImageSource):
     """
 
     notes: list[str]
-    suffixes: ClassVar[Collection[str]]
+    suffixes: ClassVar[Collection[str]] = IMAGE_SUFFIXES
     """Suffixes of the files to read, in lower case."""
-    other_suffixes: ClassVar[Collection[str]]
+    other_suffixes: ClassVar[Collection[str]] = OTHER_SUFFIXES
     """Suffixes of files that are not read, and are counted for a note."""
-    kind: ClassVar[str]
+    kind: ClassVar[str] = "pictures"
     """Name of the files in the plural."""
 
     def __init__(self, path: Path, *, split: str = "train") -> None:
@@ -99,7 +98,7 @@ class FileFolder(ImageSource):
 
     def read(self, file: Path) -> Any:
         """Return the contents of a file, decoded or not, for the rows of a store. Any exception means a broken file."""
-        raise NotImplementedError
+        return open_picture(file)
 
     def load(self, index: int) -> tuple[Any, int]:
         """Return the contents of a file, and its label or -1."""
@@ -113,28 +112,14 @@ class FileFolder(ImageSource):
         """Return the path of a file, relative to the folder."""
         return printable(self.files[index].relative_to(self.path))
 
-    def read_table(self) -> Table:
-        """Return the columns of the metadata files among the files.
-
-        Raises:
-            UsageError: if a metadata file is damaged.
-        """
+    def read_table(self) -> dict[str, list[Any]]:
+        """Return the columns of the metadata files among the files."""
         return read_metadata(self._metadata, self.files)
 
     def _note(self, what: str, files: Sequence[Path]) -> None:
         """Add a note on files that are not read, if there are any."""
         such = [printable(file.relative_to(self.path)) for file in files[:1]]
         self.notes += [f"left out {len(files)} {what}, such as {each}" for each in such]
-
-
-class PictureFolder(FileFolder):
-    """All pictures below ``path``; see :class:`FileFolder` for their classes, and for arguments and notes."""
-
-    suffixes, other_suffixes, kind = IMAGE_SUFFIXES, OTHER_SUFFIXES, "pictures"
-
-    def read(self, file: Path) -> Image.Image:
-        """Return an undecoded image."""
-        return open_picture(file)
 
 
 def narrow(folder: Path, files: Sequence[Path], split: str) -> tuple[Path, list[Path]]:

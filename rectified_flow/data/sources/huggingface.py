@@ -10,7 +10,6 @@ from typing import Any
 from accelerate import PartialState
 from PIL import Image
 
-from rectified_flow.data.metadata import Table
 from rectified_flow.data.sources import ImageSource
 from rectified_flow.data.sources.folder import files_fingerprint, find_files
 from rectified_flow.errors import UsageError, first_line
@@ -62,14 +61,14 @@ class HuggingFaceSource(ImageSource):
         content = io.BytesIO(image["bytes"]) if image["bytes"] is not None else Path(self.source, image["path"])
         return open_picture(content), -1 if label is None else int(label)
 
-    def read_table(self) -> Table:
+    def read_table(self) -> dict[str, Any]:
         """Return the columns beside the images, with the names of classes."""
         rows = self._rows.remove_columns(_columns(self._rows, "Image"))
         columns = {name: rows[name] for name in rows.features}  # read when they are used
         for name in _columns(rows, "ClassLabel"):
             names = rows.features[name].names
             columns[name] = [None if label is None or label < 0 else names[label] for label in rows[name]]
-        return Table(columns, [self.describe(row) for row in range(len(rows))])
+        return columns
 
     @cached_property
     def _label_column(self) -> str | None:

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from rectified_flow.data.metadata import Table
 from rectified_flow.data.sources import ImageSource
 
 SYNTHETIC_FLOWERS = "synthetic-flowers"
@@ -35,11 +34,6 @@ class Species:
     background: Colour
     rows: int = 1
     """Number of rings of petals; the inner rings are smaller and rotated by half a petal."""
-
-    @property
-    def captions(self) -> list[str]:
-        """Captions of a flower, of which each epoch draws one."""
-        return [f"a {self.colour} {self.name}", f"a {self.colour} flower with {self.petals} petals"]
 
 
 SPECIES = (
@@ -76,18 +70,18 @@ class SyntheticFlowers(ImageSource):
         picture = draw_flower(SPECIES[label], self.side, np.random.default_rng((self.seed, index)))
         return Image.fromarray(picture), label
 
-    def read_table(self) -> Table:
+    def read_table(self) -> dict[str, list[Any]]:
         """Return captions, species, petals, hue [degrees] and radius [fraction of the side] of each flower."""
         species = [SPECIES[index % len(SPECIES)] for index in range(self.count)]
         places = [_place(np.random.default_rng((self.seed, index))) for index in range(self.count)]
-        columns: dict[str, list[Any]] = {
-            "text": [each.captions for each in species],
+        return {
+            # Each epoch draws one of the two captions.
+            "text": [[f"a {s.colour} {s.name}", f"a {s.colour} flower with {s.petals} petals"] for s in species],
             "species": [each.name for each in species],
             "petals": [each.petals for each in species],
             "hue": [round(360 * rgb_to_hsv(*each.petal)[0], 1) for each in species],
             "size": [round(radius / 2, 4) for _centre, radius in places],
         }
-        return Table(columns, [self.describe(index) for index in range(self.count)])
 
 
 def draw_flower(species: Species, side: int, rng: np.random.Generator) -> np.ndarray[Any, np.dtype[np.uint8]]:
