@@ -2,7 +2,6 @@
 
 import os
 import platform
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
@@ -25,9 +24,6 @@ from rectified_flow.system.signals import Interrupted
 T = TypeVar("T")
 STARTUP_TIMEOUT = timedelta(minutes=30)
 """Timeout of collectives before the first step: other processes may be reading data, compiling, or not started yet."""
-SHARED_TIMEOUT = 60.0
-"""Seconds in which a file of the main process must appear everywhere: an NFS client may cache a folder for as long
-(acdirmax)."""
 SHARDING = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
 """Backends of Accelerate that shard the weights, by the name in their environment variable."""
 
@@ -93,17 +89,11 @@ def check_shared(state: Accelerator | PartialState, output_dir: Path) -> None:
     """
     if state.num_processes == 1:
         return
-    name = f".shared.{token_hex(4)}.tmp"  # a process that is killed leaves an empty hidden file
-    probe, until = output_dir / on_main(state, lambda: name), time.monotonic() + SHARED_TIMEOUT
-
-    def appears() -> bool:
-        while not probe.exists() and time.monotonic() < until:
-            time.sleep(0.1)
-        return probe.exists()
-
+    # A process that is killed leaves an empty hidden file.
+    probe = output_dir / on_main(state, lambda: f".shared.{token_hex(4)}.tmp")
     try:
         on_main(state, probe.touch)
-        check_equal(state, lambda: {"access to the files of rank 0 in --output_dir": appears()})
+        check_equal(state, lambda: {"access to the files of rank 0 in --output_dir": probe.exists()})
     finally:
         if state.is_main_process:
             probe.unlink(missing_ok=True)

@@ -103,7 +103,7 @@ def push_to_hub(flow: Flow, repo_id: str, *, private: bool | None = None, token:
     repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
     with TemporaryDirectory() as folder:
         save_pretrained(flow, folder, **{"repo_id": repo_id, **card})
-        where: dict[str, Any] = {"repo_id": repo_id, "folder_path": folder, "ignore_patterns": f"*{RECORD}"}
+        where: dict[str, Any] = {"repo_id": repo_id, "folder_path": folder, "ignore_patterns": f"*{RECORD}*"}
         return str(api.upload_folder(**where, commit_message="Upload the model"))
 
 

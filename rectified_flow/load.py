@@ -37,7 +37,7 @@ def load_flow(path: str | Path, kind: type[F] = Flow) -> F:  # type: ignore[assi
         UsageError: if there is no checkpoint, it is damaged, its flow is of another class, or a class that it names is
             not registered.
     """
-    trained = checkpoint.read(Path(path), read_trained)
+    trained = read_trained(checkpoint.resolve(Path(path)))
     if not isinstance(trained.flow, kind):
         raise UsageError(f"{trained.source} holds a {type(trained.flow).__name__}, not a {kind.__name__}")
     return trained.flow

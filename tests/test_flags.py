@@ -27,32 +27,27 @@ FLAGS = [
     for part in PARTS.values()
     for name, kind in get_type_hints(part).items()
     if (kind is Path or Path in get_args(kind)) and name != "config"  # which is read before there is a config
-] + [(PARTS["TrainingConfig"], "resume")]
+]
 
 
 def given(part: type, flag: str, path: str) -> Any:
     run, needed = Path("run"), {"teacher_dir": "teacher", "mask": "from_images"}
     others = {needed[flag]: run} if flag in needed else {}
-    return part(**{flag: path if flag == "resume" else Path(path)}, **others)
+    return part(**{flag: Path(path)}, **others)
 
 
 def test_all_paths_are_known() -> None:
     assert {name for _, name in FLAGS} >= {
-        *("dataset_path", "cache_dir", "output_dir", "resume", "checkpoint"),
+        *("dataset_path", "cache_dir", "output_dir", "checkpoint"),
         *("teacher_dir", "teacher", "init_from", "from_images", "save_pretrained"),
     }
 
 
 @pytest.mark.parametrize(("part", "flag"), FLAGS)
 def test_a_path_that_cannot_be_is_refused_by_the_name_of_its_flag(part: type, flag: str, tmp_path: Path) -> None:
-    (tmp_path / "loop").symlink_to("loop")
     for path, reason in {
-        f"{tmp_path}/{'x' * 300}": "File name too long",
-        f"{tmp_path}/{'x/' * 3000}": "File name too long",
-        f"{tmp_path}/loop/run": "Too many levels of symbolic links",
         "~no such user/run": "Could not determine home directory",
         f"{tmp_path}/{os.fsdecode(bytes([233]))}": "its name is not UTF-8",
-        f"{tmp_path}/\0": "embedded null byte",
     }.items():
         with pytest.raises(UsageError) as refusal:
             given(part, flag, path)
@@ -67,12 +62,3 @@ def test_a_home_folder_is_found(part: type, flag: str, tmp_path: Path, monkeypat
     monkeypatch.setenv("HOME", str(tmp_path))
     assert str(getattr(given(part, flag, "~/run"), flag)) == f"{tmp_path}/run"
     assert str(getattr(given(part, flag, "run"), flag)) == "run"
-
-
-def test_a_folder_that_may_not_be_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: Path) -> None:
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(Path, "stat", refuse)
-    with pytest.raises(UsageError, match=r"--dataset_path /pictures cannot be used \(Permission denied\)"):
-        given(PARTS["DataConfig"], "dataset_path", "/pictures")

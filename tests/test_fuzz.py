@@ -46,7 +46,7 @@ PROGRAMS: dict[str, tuple[type, str]] = {
 """Each program with its flags, and words with which it runs for a second in the folder of :func:`sandbox`."""
 PACKAGES = {"train_masked_text.py": "transformers.models.bert.modeling_bert", "train_point_clouds.py": "sklearn"}
 """The package that each example imports while it runs; those of other programs are imported once for all cases."""
-SLOW = ("open", "compile", "import", "config", "interrupted_exit_code")
+SLOW = ("open", "compile", "import", "config")
 """Flags that are not tried: they start a browser or a compiler, or have tests of their own."""
 SLOW_VALUES = ("trackio", "wandb", "inception", "spawn", "forkserver")
 MEMORY, SECONDS = 4 * 2**30, 5.0

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from rectified_flow.system.outputs import RECORD
+from rectified_flow.system.outputs import LOCK, RECORD
 from tests.programs import assert_refused, program, quick_program
 from tests.ranks import run_on_ranks
 
@@ -33,6 +33,23 @@ OURS = (
 )
 """Names of files that programs write."""
 FOLDERS = ("samples", "generated", "exported", "checkpoints/step_00000001", "step_00000001", "pairs", "paths", ".git")
+
+
+TEACHER = "--batch_size 2 --num_samples 0 --train_num_steps 1 --teacher {trained} --teacher_samples 2 --teacher_steps 1"
+WRITERS = {
+    "train_oxford.py": (TRAIN, "output_dir"),
+    "train_oxford.py, store": (f"{TRAIN} --output_dir {{tmp}}/new", "cache_dir"),
+    "train_mean_flow.py": (TEACHER, "output_dir"),
+    "train_mean_flow.py, paths": (f"{TEACHER} --output_dir {{tmp}}/new", "teacher_dir"),
+    "sample.py": ("--checkpoint {trained} --num_samples 2 --steps 1", "output_dir"),
+    "sample.py, model": ("--checkpoint {trained} --num_samples 2 --steps 1 --output_dir {tmp}/new", "save_pretrained"),
+    "evaluate.py": (
+        "--checkpoint {trained} --num_samples 2 --steps 1 --feature_network efficientnet_lite0",
+        "output_dir",
+    ),
+    "export.py": ("--checkpoint {trained}", "output_dir"),
+}
+"""Programs that write, each with its words and the flag of the folder that it writes into."""
 
 
 def fill(folder: Path) -> dict[Path, bytes | None]:
@@ -104,26 +121,8 @@ def trained(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("script", "words"),
     [
-        ("train_oxford.py", f"{TRAIN} --output_dir {{folder}}"),
-        ("train_oxford.py", f"{TRAIN} --output_dir {{new}} --cache_dir {{folder}}"),
-        (
-            "train_oxford.py",
-            "--batch_size 2 --num_samples 0 --train_num_steps 1 --method reflow --teacher {trained} "
-            "--teacher_samples 2 --teacher_steps 1 --output_dir {new} --teacher_dir {folder}",
-        ),
-        (
-            "train_mean_flow.py",
-            "--batch_size 2 --num_samples 0 --train_num_steps 1 --teacher {trained} --teacher_samples 2 "
-            "--teacher_steps 1 --output_dir {new} --teacher_dir {folder}",
-        ),
-        ("sample.py", "--checkpoint {trained} --num_samples 2 --steps 1 --output_dir {folder}"),
-        ("sample.py", "--checkpoint {trained} --num_samples 2 --steps 1 --output_dir {new} --save_pretrained {folder}"),
-        (
-            "evaluate.py",
-            "--checkpoint {trained} --num_samples 2 --steps 1 --feature_network efficientnet_lite0 "
-            "--output_dir {folder}",
-        ),
-        ("export.py", "--checkpoint {trained} --output_dir {folder}"),
+        *((writer.partition(",")[0], f"{words} --{flag} {{folder}}") for writer, (words, flag) in WRITERS.items()),
+        ("train_oxford.py", f"{TEACHER} --method reflow --output_dir {{tmp}}/new --teacher_dir {{folder}}"),
         ("export.py", "--checkpoint {trained} --format page --output_dir {folder}"),
         ("train_masked_text.py", f"{TEXT} --output_dir {{folder}}"),
         pytest.param("train_point_clouds.py", f"{CLOUDS} --output_dir {{folder}}", marks=pytest.mark.slow),
@@ -134,7 +133,7 @@ def test_every_byte_of_the_users_stays(script: str, words: str, trained: Path, p
     files = fill(folder)
     (tmp_path / "lines.txt").write_text("the sun and a sea\n" * 80)
     places = {"trained": trained, "pictures": pictures, "text": tmp_path / "lines.txt"}
-    call = words.format(folder=folder, new=tmp_path / "new", **places).split()
+    call = words.format(folder=folder, tmp=tmp_path, **places).split()
     for refusals in range(len(files)):
         [(code, text)] = run_on_ranks(1, quick_program, script, call)
         assert unchanged(files) == []
@@ -313,7 +312,7 @@ def test_a_record_that_cannot_be_read_is_a_sentence(
         assert_refused(script, 1, calls[script], f"error: {record}")
     assert (record.lstat().st_mode, record.lstat().st_ino, record.lstat().st_mtime_ns) == before
     assert (folder / "grid.png").read_text() == "mine"
-    assert {path.name for path in folder.iterdir()} == {RECORD, "grid.png"}
+    assert {path.name for path in folder.iterdir()} == {RECORD, LOCK, "grid.png"}
 
 
 def test_a_screenshot_of_a_page_replaces_no_file_of_the_users(
@@ -329,21 +328,6 @@ def test_a_screenshot_of_a_page_replaces_no_file_of_the_users(
     assert picture.read_text() == "mine"
 
 
-TEACHER = "--batch_size 2 --num_samples 0 --train_num_steps 1 --teacher {trained} --teacher_samples 2 --teacher_steps 1"
-WRITERS = {
-    "train_oxford.py": (TRAIN, "output_dir"),
-    "train_oxford.py, store": (f"{TRAIN} --output_dir {{tmp}}/new", "cache_dir"),
-    "train_mean_flow.py": (TEACHER, "output_dir"),
-    "train_mean_flow.py, paths": (f"{TEACHER} --output_dir {{tmp}}/new", "teacher_dir"),
-    "sample.py": ("--checkpoint {trained} --num_samples 2 --steps 1", "output_dir"),
-    "sample.py, model": ("--checkpoint {trained} --num_samples 2 --steps 1 --output_dir {tmp}/new", "save_pretrained"),
-    "evaluate.py": (
-        "--checkpoint {trained} --num_samples 2 --steps 1 --feature_network efficientnet_lite0",
-        "output_dir",
-    ),
-    "export.py": ("--checkpoint {trained}", "output_dir"),
-}
-"""Programs that write, each with its words and the flag of the folder that it writes into."""
 CLONE_NEWNS = 0x20000
 """Flag of Linux's ``unshare`` for mounts that end with the process."""
 

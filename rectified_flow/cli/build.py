@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from inspect import signature
-from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
@@ -71,12 +71,9 @@ def open_trained(config: SamplingConfig) -> tuple[PartialState, Trained, dict[st
 
 def load_trained(model: ModelConfig, state: PartialState) -> Trained:
     """Load a trained flow on this process's device, from the same checkpoint on all processes. Collective."""
-
-    def read(source: Path) -> Trained:
-        check_equal(state, lambda: {f"the manifest of {source}": checkpoint.fingerprint(source)})
-        return read_trained(source)
-
-    trained = checkpoint.read(model.checkpoint, read, state)
+    source = on_main(state, lambda: checkpoint.resolve(model.checkpoint))
+    check_equal(state, lambda: {f"the manifest of {source}": checkpoint.fingerprint(source)})
+    trained = read_trained(source)
     space = trained.flow.space
     if model.autoencoder is not None:
         space.use_autoencoder(model.autoencoder)
@@ -105,7 +102,7 @@ def _autoguidance(config: SamplingConfig, trained: Trained, state: PartialState)
     path = on_main(state, lambda: checkpoint.early_of(source))
     if path is None:
         raise UsageError(f"--autoguidance needs a checkpoint of the first quarter of the run: {source.parent} has none")
-    early: Any = checkpoint.read(path, read_trained, state).flow
+    early: Any = read_trained(on_main(state, partial(checkpoint.resolve, path))).flow
     velocity = to_device(early, state.device, config.model.mixed_precision).exact_velocity
     return replace(guidance_of(config.solver, flow), autoguidance=config.solver.autoguidance, earlier=velocity)
 

@@ -26,7 +26,6 @@ from rectified_flow.flags import (
     default_is,
     flag,
     name_of,
-    refuse,
 )
 from rectified_flow.flows import Coupling, Prediction, Solver, TimeGrid
 from rectified_flow.runs.config import TrainingConfig
@@ -124,8 +123,6 @@ class ProgramConfig(Flags):
         tuple[str, ...], flag(local=True), tyro.conf.arg(name="import", help_behavior_hint="(default: none)")
     ] = ()
     """Python modules to import first, which register networks, flows, datasets or other parts of your own."""
-    interrupted_exit_code: Annotated[int, Interval(ge=0, le=255), flag(local=True)] = 0
-    """Exit code after a signal asked for the end; 143 makes Kubernetes or Ray restart it."""
 
 
 def seconds_of(budget: str) -> float:
@@ -184,10 +181,6 @@ class TrainConfig:
     run: TrainingConfig = field(default_factory=TrainingConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     program: TrainProgramConfig = field(default_factory=TrainProgramConfig)
-
-    def __post_init__(self) -> None:
-        budget = {"budget": self.run.origin and self.program.budget}
-        refuse(budget, "excludes --resume PATH, which keeps the length of that run: pass --init_from PATH instead")
 
     @property
     def given(self) -> frozenset[str]:

@@ -23,8 +23,8 @@ from rectified_flow.flags import flags_in, name_of, plain, replaced
 from rectified_flow.load import RESULTS_FILE, Trained, autocast, read_results
 from rectified_flow.runs import checkpoint
 from rectified_flow.spaces.space import RGBA
-from rectified_flow.system.files import prepare_folder, replace_file, writing
-from rectified_flow.system.outputs import claim, locked_folder
+from rectified_flow.system.files import locked, prepare_folder, replace_file, writing
+from rectified_flow.system.outputs import LOCK, claim
 from rectified_flow.system.pictures import to_grid, write_picture
 from rectified_flow.system.terminal import lines, size_text
 
@@ -137,6 +137,6 @@ def _describe(result: dict[str, Any]) -> str:
 def _write_down(folder: Path, result: dict[str, Any]) -> None:
     """Add ``result`` to the saved results, in place of one with the same settings."""
     path, others = folder / RESULTS_FILE, {"distances": None}
-    with writing(path), locked_folder(folder):
+    with writing(path), locked(folder / LOCK):
         results = [each for each in read_results(folder) if each | others != result | others]
         replace_file(path, json.dumps([*results, result], indent=1))

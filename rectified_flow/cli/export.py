@@ -50,7 +50,7 @@ READ_BY_PAGE = (".css", ".html", ".js", ".json", *LARGE)
 def export(config: ExportConfig) -> None:
     """Write the program of a checkpoint and its description."""
     flags = config.model
-    trained = checkpoint.read(flags.checkpoint, read_trained)
+    trained = read_trained(checkpoint.resolve(flags.checkpoint))
     call, is_page = NetworkCall(trained.flow), flags.format == "page"
     if is_page:
         _check_page(call)

@@ -239,7 +239,8 @@ def _with_network(config: TrainConfig) -> tuple[TrainConfig, str]:
         return config, "set by flags"
     if origin is None or config.init.init_from == STARTER or config.teacher.teacher is not None:
         return config, ""
-    known: TrainConfig = checkpoint.read(origin, config_of, PartialState(), [checkpoint.CONFIG_FILE])
+    source = on_main(PartialState(), lambda: checkpoint.resolve(origin, [checkpoint.CONFIG_FILE]))
+    known: TrainConfig = config_of(source)
     given = {name: value for name, value in values_of(config).items() if name in config.given}
     network = {name: value for name, value in plain(known.network).items() if name not in given}
     return replaced(config, network), f"the network of {config.init.init_from}"

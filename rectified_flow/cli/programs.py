@@ -7,6 +7,7 @@ itself imports no other package: until :func:`run` handles errors and signals, e
 import atexit
 import difflib
 import os
+import signal
 import sys
 import time
 import traceback
@@ -17,7 +18,7 @@ from threading import Timer
 from typing import Any
 
 from rectified_flow.errors import RunError, UsageError, first_line
-from rectified_flow.system.signals import STOPPED, exit_on_signals, stop_on_signals
+from rectified_flow.system.signals import STOPPED, handling_signals, stop_on_signals
 from rectified_flow.system.terminal import escape_unencodable, escaped
 
 LEAVING_TIMEOUT, EXPLAINING_TIMEOUT = 10.0, 5.0
@@ -29,31 +30,29 @@ DISTRIBUTIONS = {"PIL": "pillow", "ot": "pot", "sklearn": "scikit-learn"}
 def run(main: str, config_class: str, description: str | None) -> None:
     """Parse the command line, call ``main`` with the config in every process, and exit with a code.
 
-    The code is 0 for a run that finished, ``--interrupted_exit_code`` for one that a signal stopped, 2 for a
-    :class:`UsageError` or a missing package, 1 for anything else. Only an unforeseen error prints a traceback. A signal
-    that arrives before the command line is parsed, or while the program exits, kills the process.
+    The code is 0 for a run that finished or that a signal stopped, 2 for a :class:`UsageError` or a missing package, 1
+    for anything else. Only an unforeseen error prints a traceback. A signal that arrives before ``main`` is called, or
+    while the program exits, kills the process: an exception during an import may be suppressed.
     """
     escape_unencodable()
-    with exit_on_signals():
+    with handling_signals(signal.SIG_DFL):
         paragraphs = (description or "").split("\n\n")
         _exit(_outcome(main, config_class, "\n\n".join(" ".join(each.split()) for each in paragraphs)))
 
 
 def _outcome(main: str, config_class: str, description: str) -> int:
     """Run the program, and return its exit code."""
-    interrupted = 0
     try:
         from rectified_flow.flags import import_modules
 
         config = _parse(config_class, description)
-        interrupted = config.program.interrupted_exit_code
-        with exit_on_signals(interrupted):
-            import_modules(config.program.import_)
-            function = resolve_name(main)
+        import_modules(config.program.import_)
+        function = resolve_name(main)
         with stop_on_signals():
-            return interrupted if function(config) is False else 0
+            function(config)
+        return 0
     except KeyboardInterrupt:
-        return _explain(STOPPED, interrupted)
+        return _explain(STOPPED, 0)
     except Exception as error:
         mistake = str(error) if isinstance(error, UsageError) else _missing_package(error)
         if mistake is not None:
@@ -252,7 +251,7 @@ def main() -> None:
         sys.argv = [f"{COMMAND} {name}", *arguments]  # the name of the program in its messages
         return PROGRAMS[name]()
     escape_unencodable()
-    with exit_on_signals():
+    with handling_signals(signal.SIG_DFL):
         if name in ("-h", "--help", "--version"):
             if _is_rank_0():
                 print(_version() if name == "--version" else _help())

@@ -42,9 +42,6 @@ def begun_config(config: C) -> C | None:
     """Return the config that the run of ``config`` began with, or None if it begins now. Call in one process only."""
     run = config.run
     found = checkpoint.list_checkpoints(run.checkpoints)
-    if not found and run.origin is not None:
-        with suppress(UsageError):  # the trainer reports an unusable checkpoint
-            found = [checkpoint.resolve(run.origin, (checkpoint.CONFIG_FILE,))]
     distilled = DistillationData.of(config)
     if not found and distilled is not None and _stored_source(distilled) is not None:
         found = [run.output_dir]  # killed while the data of the teacher were generated

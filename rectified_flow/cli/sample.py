@@ -78,7 +78,7 @@ class Outputs:
             texts = {name: values[number % len(values)] for name, values in request.texts.items()}
             draws = request.options.get("draws")
             settings = replace(settings, number=number if draws is None else draws[number], conditions=texts)
-        return metadata_options("PNG", asdict(settings))
+        return metadata_options(asdict(settings))
 
 
 def sample(config: SampleConfig) -> None:
@@ -237,12 +237,12 @@ def _grid_of(outputs: Outputs, variants: int) -> Any:
         rows = range(min(count, max(1, GRID_PICTURES // across)))
         cells = [torch.cat((request.shown[row : row + 1], read_pictures(files[row::count]))) for row in rows]
         groups = max(1, round((len(rows) / across) ** 0.5))  # of a picture and its results, side by side
-        return to_grid(torch.cat(cells), across * groups, legend)
+        return to_grid(torch.cat(cells), across * groups, legend=legend)
     images = read_pictures(files if request.columns else files[:GRID_PICTURES])
     if several := [texts for texts in request.texts.values() if len({*texts}) > 1]:  # in which the pictures differ
         below = [", ".join(str(texts[row % len(texts)]) for texts in several) for row in range(len(images))]
-        return to_grid(images, request.columns, legend, below)
-    return to_grid(images, request.columns, legend)
+        return to_grid(images, request.columns, below, legend)
+    return to_grid(images, request.columns, legend=legend)
 
 
 def read_pictures(files: Sequence[Path]) -> Tensor:

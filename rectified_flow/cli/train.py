@@ -211,12 +211,11 @@ def start_from(origin: Path | None, run: TrainingConfig, flow: Flow) -> None:
 
     The weights of a run that resumes are not changed.
     """
-    if origin is None or run.origin is not None or checkpoint.list_checkpoints(run.checkpoints):
+    if origin is None or checkpoint.list_checkpoints(run.checkpoints):
         return
     state = PartialState()
-    source, (taken, fresh) = checkpoint.read(
-        origin, lambda source: (source, checkpoint.load_matching(flow.network, source)), state
-    )
+    source = on_main(state, lambda: checkpoint.resolve(origin))
+    taken, fresh = checkpoint.load_matching(flow.network, source)
     sizes = {name: weight.numel() for name, weight in flow.network.state_dict().items()}
     fits, total = sum(sizes[name] for name in taken), sum(sizes[name] for name in (*taken, *fresh))
     if 2 * fits <= total:

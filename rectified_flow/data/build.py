@@ -79,7 +79,7 @@ class StoreWriter(Artifact):
             UsageError: if the disk has no room for them.
         """
         size = self.length * sum(values[0].nbytes for values in rows.values())
-        require_disk(size, self.path.parent, f"{self.length} rows of the {self.kind}", "make room, or store fewer")
+        require_disk(size, self.path.parent, f"{self.length} rows of the {self.kind}")
         self._declare({f"{name}.{values.dtype}": values.shape[1:] for name, values in rows.items()})
         self.written(0)  # recorded first: a stage never has a file that its marker does not list
         for name in self.shapes:

@@ -105,5 +105,5 @@ class FlowPipeline(DiffusionPipeline):
             past = Provenance(model_hash(flow), seed, steps, solver=solver, guidance_scale=float(scale))
             for number, image in enumerate(images):
                 own: dict[str, str | None] = {name: each[number % len(each)] for name, each in texts.items()}
-                GeneratedPicture.of(image, replace(past, number=number, conditions=own))
+                GeneratedPicture.mark(image, replace(past, number=number, conditions=own))
         return ImagePipelineOutput(images=images) if return_dict else (images,)

@@ -1,18 +1,15 @@
 """Checkpoints: folders with the weights of a flow and everything that a run resumes from, whole or absent."""
 
 import json
-import os
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from secrets import token_hex
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import torch
-from accelerate import PartialState
 from pydantic import Field
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -20,11 +17,10 @@ from safetensors.torch import save as save_to_bytes
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from rectified_flow.distributed import any_rank, on_main
 from rectified_flow.errors import DamageError, UsageError, first_line
 from rectified_flow.runs.config import CHECKPOINTS
 from rectified_flow.system.artifact import CHECKPOINT, MANIFEST, Artifact, Natural, find_damage, read_manifest, remove
-from rectified_flow.system.files import open_regular, read_bytes, read_document, reading, replace_file
+from rectified_flow.system.files import read_bytes, read_document, reading, replace_file
 from rectified_flow.system.terminal import warn_once
 
 EARLY, LATEST_EARLY = 1 / 8, 1 / 4
@@ -42,7 +38,7 @@ class RunIdentity:
     seed: Natural
     global_batch: Natural
     origin: str
-    """Checkpoint or run that ``--resume`` named when the run began, or "new"."""
+    """Always "new", except in runs of earlier versions."""
     precision: str
     """Precision of the forward pass."""
 
@@ -85,7 +81,7 @@ FLOW_FILES = (MODEL_FILE, EMA_FILE, CONFIG_FILE, FLOW_FILE, STATE_FILE)
 BEST = "best"  # file that contains the name of the best checkpoint
 NAME = re.compile(r"step_([0-9]{8,})")
 
-T = TypeVar("T")
+Tensors = Mapping[str, Mapping[str, Tensor]]
 
 
 def step_name(step: int) -> str:
@@ -98,15 +94,8 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
 
 
-def save(
-    folder: Path,
-    step: int,
-    tensors: Mapping[str, Mapping[str, Tensor]],
-    documents: Mapping[str, Any],
-    *,
-    best: bool = False,
-) -> Path:
-    """Write a checkpoint.
+def save(folder: Path, step: int, tensors: Tensors, documents: Mapping[str, Any], *, best: bool = False) -> Path:
+    """Write a checkpoint, and return its folder.
 
     Args:
         folder: folder of the run's checkpoints.
@@ -114,9 +103,6 @@ def save(
         tensors: named tensors by file name. Each tensor is contiguous and shares memory with no other.
         documents: plain data by file name.
         best: mark the checkpoint as the best.
-
-    Returns:
-        The checkpoint's folder.
 
     Raises:
         OSError: if the disk is full.
@@ -155,10 +141,9 @@ def prune(newest: Path, keep: int, total_steps: int | None = None) -> None:
     older = [each for each in list_checkpoints(newest.parent) if each.name <= newest.name]
     kept = {best_of(newest.parent), None if total_steps is None else _early(older, total_steps)}
     for each in older[:-keep] if keep else []:
-        if each in kept:
-            continue
         try:
-            remove(each, CHECKPOINT)
+            if each not in kept:
+                remove(each, CHECKPOINT)
         except (OSError, UsageError) as error:
             tqdm.write(f"warning: {error}")
 
@@ -185,29 +170,20 @@ def best_of(folder: Path) -> Path | None:
     """Return the checkpoint in ``folder`` that evaluations found the best, if there were any."""
     with suppress(DamageError):
         name = read_bytes(folder / BEST).decode(errors="replace").strip()
-        if NAME.fullmatch(name) and _is_checkpoint(folder / name):
+        if NAME.fullmatch(name) and is_checkpoint(folder / name):
             return folder / name
     return None
 
 
-def set_aside(folder: Path) -> None:
-    """Rename the checkpoints in ``folder`` without a manifest, which are not removed: nothing proves whose they are."""
-    for path in list_checkpoints(folder):
-        if not (path / MANIFEST).exists():
-            aside = path.rename(path.with_name(f"{path.name}.damaged-{token_hex(2)}"))
-            tqdm.write(f"note: {path} has no manifest and is called {aside.name} from now on")
+def is_checkpoint(path: Path) -> bool:
+    """Return whether ``path`` is a checkpoint, which may be damaged."""
+    return (path / MANIFEST).exists()
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints in ``folder``, oldest first.
-
-    Raises:
-        UsageError: if the folder may not be read.
-    """
-    names = list[str]()
-    with suppress(DamageError), reading(folder):  # the path may be missing or not a folder
-        names = sorted(os.listdir(folder))
-    return [folder / name for name in names if NAME.fullmatch(name) and _is_checkpoint(folder / name)]
+    """Return the checkpoints in ``folder``, oldest first."""
+    found = sorted(folder.glob("step_*"), key=lambda path: path.name)
+    return [path for path in found if NAME.fullmatch(path.name) and is_checkpoint(path)]
 
 
 def newest_checkpoint(folder: Path, names: Collection[str] | None = None) -> Path | None:
@@ -225,8 +201,6 @@ def newest_checkpoint(folder: Path, names: Collection[str] | None = None) -> Pat
         problem = find_damage(path, names=names)
         if problem is None:
             return path
-        if not _is_checkpoint(path):  # its run pruned it meanwhile, and has written a newer one
-            return newest_checkpoint(folder, names)
         warn_once(f"ignoring checkpoint {path}: {problem}")
     if checkpoints:
         raise UsageError(f"every checkpoint in {folder} is damaged; move the folder away to start a new run")
@@ -245,52 +219,14 @@ def resolve(path: Path, names: Collection[str] | None = FLOW_FILES) -> Path:
     """
     if path.name == BEST:
         path = best_of(path.parent) or path
-    if _is_checkpoint(path):
-        problem = find_damage(path, names=names)
-        if problem is not None and _is_checkpoint(path):
+    if is_checkpoint(path):
+        if problem := find_damage(path, names=names):
             raise UsageError(f"checkpoint {path} is damaged: {problem}")
-        if problem is None:
-            return path
-    for folder in (path / CHECKPOINTS, path):
-        newest = newest_checkpoint(folder, names)
-        if newest is not None:
-            return newest
-    pruned = ", which its run may have pruned: pass the run's folder for its newest" * bool(NAME.fullmatch(path.name))
-    raise UsageError(f"there is no checkpoint at {path}{pruned}")
-
-
-def read(
-    path: Path,
-    action: Callable[[Path], T],
-    state: PartialState | None = None,
-    names: Collection[str] = FLOW_FILES,
-) -> T:
-    """Call ``action`` with the checkpoint that :func:`resolve` finds, and again if the checkpoint is pruned meanwhile.
-
-    A run in training prunes its checkpoints at any time. If ``path`` names the run, the next checkpoint is read.
-
-    Args:
-        path: checkpoint or run.
-        action: function that reads everything that is needed of the checkpoint.
-        state: state of the processes, if all call this together; they read the same checkpoint, which the main process
-            verifies.
-        names: files that ``action`` reads, whose contents are verified once.
-
-    Raises:
-        UsageError: if there is no checkpoint, or it is damaged.
-    """
-    while True:
-        source = resolve(path, names) if state is None else on_main(state, lambda: resolve(path, names))
-        try:
-            result, failure = action(source), None
-        except Exception as error:  # raised by any library that misses a file
-            failure = error
-        pruned = failure is not None and not _is_checkpoint(source)
-        if pruned if state is None else any_rank(state, pruned):
-            continue
-        if failure is not None:
-            raise failure
-        return result
+        return path
+    newest = newest_checkpoint(path / CHECKPOINTS, names) or newest_checkpoint(path, names)
+    if newest is None:
+        raise UsageError(f"there is no checkpoint at {path}: pass the folder of a run, or one of its checkpoints")
+    return newest
 
 
 def fingerprint(path: Path) -> str:
@@ -308,11 +244,11 @@ def load_tensors(path: Path, *names: str) -> dict[str, Tensor]:
     """
     tensors: dict[str, Tensor] = {}
     for name in names:
-        with reading(path / name), open_regular(path / name):  # safetensors would block on a named pipe
-            try:
+        try:
+            with reading(path / name):
                 tensors |= load_file(path / name)
-            except (RuntimeError, SafetensorError) as error:
-                raise DamageError(f"{path / name} cannot be read ({first_line(error)})") from error
+        except (RuntimeError, SafetensorError) as error:
+            raise DamageError(f"{path / name} cannot be read ({first_line(error)})") from error
     return tensors
 
 
@@ -388,28 +324,15 @@ def frozen_names(module: nn.Module) -> set[str]:
 
 
 def load_document(path: Path, name: str) -> dict[str, Any]:
-    """Return one of a checkpoint's JSON documents.
-
-    Raises:
-        UsageError: if it cannot be read, or is no JSON object.
-    """
+    """Return one of a checkpoint's JSON documents; a UsageError if it cannot be read, or is no JSON object."""
     return read_document(path / name, dict[str, Any])
 
 
 def load_state(path: Path) -> TrainerFile:
-    """Return the counters of the checkpoint at ``path``.
-
-    Raises:
-        UsageError: if they cannot be read, or make no sense.
-    """
+    """Return the counters of the checkpoint at ``path``; a UsageError if they cannot be read, or make no sense."""
     return read_document(path / STATE_FILE, TrainerFile)
 
 
 def to_bytes(tensors: Mapping[str, Tensor]) -> bytes:
     """Serialise named tensors to the safetensors format. Tensors may share memory (tied weights)."""
     return save_to_bytes({name: value.clone(memory_format=torch.contiguous_format) for name, value in tensors.items()})
-
-
-def _is_checkpoint(path: Path) -> bool:
-    with reading(path / MANIFEST):
-        return (path / MANIFEST).exists() or (path / STATE_FILE).exists()

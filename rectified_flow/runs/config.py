@@ -22,10 +22,10 @@ from rectified_flow.flags import (
     default_is,
     flag,
 )
-from rectified_flow.system.files import usable_path
 
 MixedPrecision = Literal["no", "bf16", "fp16"]
 Tracker = Literal["none", "tensorboard", "trackio", "wandb"]
+Resume = Literal["auto", "never"]
 LrDecay = Literal["none", "cosine", "rsqrt"]
 DEFAULT_BATCH_SIZE = 64
 DEFAULT_TRAIN_NUM_STEPS = 100_000
@@ -71,8 +71,8 @@ class TrainingConfig(Flags):
     """Compile the loss with torch.compile."""
     output_dir: Annotated[Path, flag(recorded=False)] = Path("runs/rectified-flow")
     """Folder for the config, metrics, plot, samples and checkpoints."""
-    resume: Annotated[str, flag(recorded=False)] = "auto"
-    """auto: resume from the newest checkpoint, if any; never; or the PATH of a checkpoint or run."""
+    resume: Annotated[Resume, flag(recorded=False)] = "auto"
+    """auto: resume from the newest checkpoint, if any; never: refuse a folder that holds checkpoints."""
     save_every: Natural = 1000
     """Steps between checkpoints; 0 saves only the last step."""
     keep_checkpoints: Natural = 3
@@ -94,8 +94,6 @@ class TrainingConfig(Flags):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.origin is not None:
-            object.__setattr__(self, "resume", str(usable_path("--resume", self.origin)))
         if self.log_with == "trackio" and find_spec("trackio") is None:  # Accelerate would log nothing
             raise UsageError("--log_with trackio needs the Python package trackio: pip install trackio")
 
@@ -103,11 +101,6 @@ class TrainingConfig(Flags):
     def checkpoints(self) -> Path:
         """Folder of the checkpoints."""
         return self.output_dir / CHECKPOINTS
-
-    @property
-    def origin(self) -> Path | None:
-        """Checkpoint or run that ``--resume`` names, if it names one."""
-        return None if self.resume in ("auto", "never") else Path(self.resume)
 
     def split_batch(self, world_size: int) -> GlobalBatch:
         """Split the global batch over processes and accumulation.

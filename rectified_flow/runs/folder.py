@@ -15,24 +15,25 @@ import time
 import uuid
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from accelerate import Accelerator
-from pydantic import Field
 from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
-from rectified_flow.errors import BusyError, DamageError, UsageError, first_line
+from rectified_flow.errors import DamageError, UsageError, first_line
 from rectified_flow.flags import flags_in, plain, recorded, rules_of
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.checkpoint import BEST, FLOW_FILE, RunIdentity
 from rectified_flow.runs.config import TrainingConfig
-from rectified_flow.system.artifact import CHECKPOINT, MANIFEST, Natural, is_artifact, owned_files
+from rectified_flow.system.artifact import CHECKPOINT, is_artifact, owned_files
 from rectified_flow.system.files import LOCK_TIMEOUT, locked, prepare_folder, read_document, replace_file, writing
 from rectified_flow.system.outputs import claim
 
+Block = Mapping[str, Any] | None
+"""A block of ``config.json``, if the caller knows it."""
 RunState = Literal["running", "finished", "interrupted", "failed"]
 LOCK_FILE, STATUS_FILE = ".lock", "status.json"
 RUN_FILES = ("config.json", STATUS_FILE, "loss.png", "samples")
@@ -40,11 +41,7 @@ RUN_FILES = ("config.json", STATUS_FILE, "loss.png", "samples")
 
 
 def describe_run(
-    config: TrainingConfig,
-    flow: Mapping[str, Any],
-    dataset: Dataset[Any],
-    data: Mapping[str, Any] | None = None,
-    flags: Mapping[str, Any] | None = None,
+    config: TrainingConfig, flow: Mapping[str, Any], dataset: Dataset[Any], data: Block = None, flags: Block = None
 ) -> dict[str, Any]:
     """Return the contents of the ``config.json`` of a run.
 
@@ -56,22 +53,14 @@ def describe_run(
         data: the description of the data, if a program opened them.
         flags: further flags of that program.
     """
-    return {
-        "data": dict(data or getattr(dataset, "arguments", None) or {"description": data_description(dataset)}),
-        "flow": dict(flow),
-        "training": recorded(config) | dict(flags or {}),
-    }
+    data = data or getattr(dataset, "arguments", None) or {"description": data_description(dataset)}
+    return {"data": dict(data), "flow": dict(flow), "training": recorded(config) | dict(flags or {})}
 
 
 def write_config(folder: Path, document: Mapping[str, Any]) -> None:
-    """Write the ``config.json`` of the run in ``folder``.
-
-    Raises:
-        RunError: if the disk is full.
-    """
-    path = folder / RUN_FILES[0]
-    with writing(path):
-        replace_file(path, json.dumps(document, indent=1))
+    """Write the ``config.json`` of the run in ``folder``."""
+    with writing(folder / RUN_FILES[0]):
+        replace_file(folder / RUN_FILES[0], json.dumps(document, indent=1))
 
 
 def data_description(dataset: Dataset[Any]) -> str:
@@ -80,75 +69,39 @@ def data_description(dataset: Dataset[Any]) -> str:
     return str(own) if own else f"{len(dataset)} items of a {type(dataset).__name__}"  # type: ignore[arg-type]
 
 
-@dataclass(frozen=True)
-class ConfigFile:
-    """The contents of a ``config.json``: three blocks, and the entries of earlier versions."""
-
-    data: dict[str, Any] = field(default_factory=dict)
-    flow: dict[str, Any] | None = None
-    training: dict[str, Any] = field(default_factory=dict)
-    items: dict[str, Natural] = field(default_factory=dict)
-    """Numbers of items of the data, in runs of earlier versions."""
-    run: dict[str, Any] = field(default_factory=dict)
-    """Flags of the trainer, in a run of commit c5b7768."""
-    flags: dict[str, Any] = field(default_factory=dict)
-    """Other flags, in a run of commit c5b7768."""
-    network: dict[str, Any] | None = None
-    """Description of the network, in a run of commit c5b7768."""
-
-
 def read_config(path: Path) -> dict[str, Any]:
     """Read the ``config.json`` at ``path``.
 
     Raises:
         UsageError: if it cannot be read, is damaged, or does not belong to a run.
     """
-    document = {name: value for name, value in asdict(read_document(path, ConfigFile)).items() if value}
-    if document.keys().isdisjoint(("training", "run", "flags")):
+    blocks = read_document(path, dict[str, dict[str, Any] | None])
+    document = {name: block for name, block in blocks.items() if block}
+    if document.keys().isdisjoint(("training", "run", "flags")):  # commit c5b7768 wrote the last two
         raise DamageError(f"{path} is not the config.json of a run")
     return document
 
 
-@dataclass(frozen=True)
-class Status:
-    """The contents of ``status.json``."""
-
-    state: RunState
-    step: int
-    total_steps: int
-    message: str
-    time: str
-    host: str
-    pid: int
-    id: Annotated[str, Field(pattern=r"^[0-9a-f]{12}$")]
-    """The run's name in trackers."""
-
-
-def read_status(folder: Path) -> Status | None:
-    """Return the status of the run in ``folder``, or None if it is missing or damaged."""
+def read_status(folder: Path) -> dict[str, Any]:
+    """Return the status of the run in ``folder``, which is empty if it is missing or damaged."""
     with suppress(UsageError):
-        return read_document(folder / STATUS_FILE, Status)
-    return None
+        return read_document(folder / STATUS_FILE, dict[str, Any])
+    return {}
 
 
 def write_status(folder: Path, state: RunState, step: int, total_steps: int, message: str = "") -> str:
     """Write the status of the run in ``folder``, unless the disk is full, and return the run's name in trackers."""
-    path, known = folder / STATUS_FILE, read_status(folder)
-    run_id = uuid.uuid4().hex[:12] if known is None else known.id  # the same after every restart
-    now, host, pid = time.strftime("%Y-%m-%dT%H:%M:%S%z"), platform.node(), os.getpid()
-    text = json.dumps(asdict(Status(state, step, total_steps, message, now, host, pid, run_id)), indent=1)
-    try:
-        replace_file(path, text)
-    except OSError:
-        with suppress(OSError):  # overwriting the old file needs no more space
-            path.write_text(text)
-    return run_id
+    status: dict[str, Any] = {"state": state, "step": step, "total_steps": total_steps, "message": message}
+    status |= {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "host": platform.node(), "pid": os.getpid()}
+    status["id"] = read_status(folder).get("id") or uuid.uuid4().hex[:12]  # the same after every restart
+    with suppress(OSError):
+        replace_file(folder / STATUS_FILE, json.dumps(status, indent=1))
+    return str(status["id"])
 
 
 def write_failure(folder: Path, error: BaseException, step: int, total_steps: int) -> None:
     """Write the cause of a failure, unless another rank has written one, since the first failure causes the others."""
-    known = read_status(folder)
-    if known is None or known.state not in ("failed", "finished"):
+    if read_status(folder).get("state") not in ("failed", "finished"):
         state: RunState = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         write_status(folder, state, step, total_steps, first_line(error))
 
@@ -172,8 +125,8 @@ def prepare_folders(config: TrainingConfig) -> None:
         raise UsageError(f"{config_file} is damaged or does not belong to a run: choose another --output_dir")
     folder = prepare_folder("output_dir", config.checkpoints)
     claim(folder, [BEST], ours=any(map(is_artifact, folder.glob("step_*"))))
-    for step in config.checkpoints.glob("step_" + "[0-9]" * 8):
-        if not any((step / name).is_file() for name in (MANIFEST, "trainer.json")):
+    for step in folder.glob("step_" + "[0-9]" * 8):
+        if not checkpoint.is_checkpoint(step):
             owned_files(step, CHECKPOINT)
 
 
@@ -187,13 +140,8 @@ def lock_folder(config: TrainingConfig, held: ExitStack) -> None:
     """
     prepare_folders(config)
     folder, status = config.output_dir, read_status(config.output_dir)
-    writer = "another process" if status is None else f"process {status.pid} on {status.host}"
-    lock, busy = folder / LOCK_FILE, f"{writer} is training in --output_dir {folder}"
-    try:
-        held.enter_context(locked(lock, busy, 0))
-    except BusyError:
-        tqdm.write(f"waiting for another run to release {folder}")
-        held.enter_context(locked(lock, busy, LOCK_TIMEOUT))
+    busy = f"process {status.get('pid')} on {status.get('host')} is training in --output_dir {folder}"
+    held.enter_context(locked(folder / LOCK_FILE, busy, LOCK_TIMEOUT))
 
 
 MAY_CHANGE = (
@@ -208,12 +156,6 @@ def precision_name(accelerator: Accelerator) -> str:
     return {"no": "float32"}.get(accelerator.mixed_precision, accelerator.mixed_precision)
 
 
-def identify_run(config: TrainingConfig, dataset: str, global_batch: int, precision: str) -> RunIdentity:
-    """Return the identity of a run that begins now on the dataset with this fingerprint."""
-    origin = "new" if config.origin is None else str(config.origin.resolve())
-    return RunIdentity(dataset, config.seed, global_batch, origin, precision)
-
-
 def check_start(config: TrainingConfig, origin: Path | None = None, *, writes: bool = True) -> None:
     """Check, before the data take hours to prepare, that the run may start whatever the data are.
 
@@ -223,20 +165,22 @@ def check_start(config: TrainingConfig, origin: Path | None = None, *, writes: b
         writes: create the run's folders.
 
     Raises:
-        UsageError: if the run's folders cannot be written, ``--resume never`` finds checkpoints, or ``origin`` or the
-            path of ``--resume`` does not exist.
+        UsageError: if the run's folders cannot be written, ``--resume never`` finds checkpoints, or ``origin`` does not
+            exist.
     """
     if writes:
         prepare_folders(config)
-    if not _own_checkpoints(config):
-        for path in filter(None, (origin, config.origin)):
-            checkpoint.resolve(path, names=())
+    found = checkpoint.list_checkpoints(config.checkpoints)
+    if found and config.resume == "never":
+        raise UsageError(f"{config.checkpoints} already holds checkpoints: pass --resume auto, or another --output_dir")
+    if not found and origin is not None:
+        checkpoint.resolve(origin, names=())
 
 
 def choose_checkpoint(
     config: TrainingConfig, run: RunIdentity, flow: Mapping[str, Any] | None
 ) -> tuple[Path | None, RunIdentity]:
-    """Choose the checkpoint to load, and report each change since it was written.
+    """Choose the checkpoint to resume from, and report each change since it was written.
 
     Args:
         config: the run's flags.
@@ -247,74 +191,47 @@ def choose_checkpoint(
         The checkpoint, or None for a fresh start; and the identity of the run, which keeps its origin.
 
     Raises:
-        UsageError: if resuming would mix two runs, or the path of ``--resume`` does not exist.
+        UsageError: if resuming would mix two runs.
     """
-    _own_checkpoints(config)
-    own = checkpoint.newest_checkpoint(config.checkpoints)
-    if own is None:
-        if config.origin is None:
-            return None, run
-        named = checkpoint.resolve(config.origin, names=None)
-        for change in _flow_changes(flow, named).values():
-            tqdm.write(f"note: {change}")
-        return named, run
-    before = checkpoint.load_state(own).run
-    places = (own, config.checkpoints, config.output_dir)
-    if run.origin not in {"new", before.origin, *(str(place.resolve()) for place in places)}:
-        begun = f"{config.checkpoints} has newer checkpoints than {config.resume}, or those of a run with another start"
-        raise UsageError(f"{begun}: choose another --output_dir")
+    check_start(config, writes=False)
+    path = checkpoint.newest_checkpoint(config.checkpoints)
+    if path is None:
+        return None, run
+    before = checkpoint.load_state(path).run
     if run.dataset != before.dataset:
-        raise UsageError(f"{own} was trained on other data or at another size: choose another --output_dir")
+        raise UsageError(f"{path} was trained on other data or at another size: choose another --output_dir")
     for name in ("seed", "global_batch", "precision"):
         then, now = getattr(before, name), getattr(run, name)
         if then != now:
             tqdm.write(f"warning: the {name.replace('_', ' ')} was {then} and is now {now}: the run changes")
-    changes = _flow_changes(flow, own)
-    for name, change in changes.items():
-        if name not in MAY_CHANGE:
-            raise UsageError(f"cannot resume from {own}: {change}; pass its flags, or choose another --output_dir")
-    for change in (changes | _flag_changes(config, own)).values():
+    for name, change in _changes(config, flow, path).items():
+        if name not in (*MAY_CHANGE, *rules_of(TrainingConfig)):
+            raise UsageError(f"cannot resume from {path}: {change}; pass its flags, or choose another --output_dir")
         tqdm.write(f"note: {change}")
-    return own, replace(run, origin=before.origin)
+    return path, replace(run, origin=before.origin)
 
 
-def _own_checkpoints(config: TrainingConfig) -> list[Path]:
-    """Return the checkpoints in the run's folder, of which ``--resume never`` allows none."""
-    found = checkpoint.list_checkpoints(config.checkpoints)
-    if found and config.resume == "never":
-        raise UsageError(f"{config.checkpoints} already holds checkpoints: pass --resume auto, or another --output_dir")
-    return found
+def _changes(config: TrainingConfig, flow: Mapping[str, Any] | None, path: Path) -> dict[str, str]:
+    """Describe what differs from the checkpoint: the flow, and the flags that shape the training.
 
-
-def _flow_changes(flow: Mapping[str, Any] | None, path: Path) -> dict[str, str]:
-    """Compare the flow with that of a checkpoint, except for the network, which is compared with its weights."""
-    if flow is None or not (path / FLOW_FILE).exists():
-        return {}
-    then = checkpoint.load_document(path, FLOW_FILE)
-    return _changes(_compared_parts(then), _compared_parts(flow))
-
-
-def _compared_parts(flow: Mapping[str, Any]) -> dict[str, Any]:
-    parts = {name: value for name, value in flow.items() if name not in ("kind", "network")}
-    values = flat({"flow": flow.get("kind"), **parts})
-    values.pop("space.shape", None)  # learned from the data
-    return values
-
-
-def _flag_changes(config: TrainingConfig, path: Path) -> dict[str, str]:
-    """Compare the flags that shape the training with those of a checkpoint."""
+    The networks are compared by their weights. An option that an older version lacked counts as off.
+    """
     known, given = flags_in(read_config(path / checkpoint.CONFIG_FILE)), plain(config)
     names = [name for name, rule in rules_of(TrainingConfig).items() if rule.shapes_training and name in known]
-    return _changes({name: known[name] for name in names}, {name: given[name] for name in names})
-
-
-def _changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
-    """Return a description of each changed value. An option that an older version lacked counts as off."""
+    then, now = ({name: flags[name] for name in names} for flags in (known, given))
+    if flow is not None and (path / FLOW_FILE).exists():
+        then, now = _parts_of(checkpoint.load_document(path, FLOW_FILE)) | then, _parts_of(flow) | now
     return {
         name: f"{name} was {then.get(name)} and is now {now.get(name)}"
         for name in dict.fromkeys([*then, *now])
         if then.get(name) != now.get(name) and (then.get(name) or now.get(name))
     }
+
+
+def _parts_of(flow: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the compared values of a flow by dotted name. The shape is learned from the data."""
+    values = {name: value for name, value in flat(flow).items() if name.split(".")[0] not in ("kind", "network")}
+    return {"flow": flow.get("kind")} | {name: value for name, value in values.items() if name != "space.shape"}
 
 
 def flat(description: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

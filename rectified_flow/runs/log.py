@@ -1,14 +1,12 @@
 """The files of a run that are not checkpoints: metrics, samples, plots; and the trackers."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from accelerate import Accelerator
-from torch import Tensor
 from tqdm.auto import tqdm
 
 from rectified_flow.errors import DamageError, UsageError, first_line
@@ -16,16 +14,15 @@ from rectified_flow.flags import flags_in
 from rectified_flow.runs.checkpoint import step_name
 from rectified_flow.system.files import flush, parse_document, read_bytes, replace_file
 from rectified_flow.system.outputs import claim
-from rectified_flow.system.pictures import Legend, Line, Panel, draw_panels, encode_picture, to_grid
+from rectified_flow.system.pictures import Grid, Panel, draw_panels, encode_picture
 
 PROJECT = "rectified-flow"
-_IMAGE_ARGUMENTS = {"tensorboard": {"dataformats": "NHWC"}}
 
 
 class LineFile:
     """A file of JSON lines that has each step once and in order, also after kills and on a full disk.
 
-    Damaged lines are reported and dropped.
+    Damaged lines are dropped: a killed run leaves half a last line.
 
     Args:
         path: the file.
@@ -41,31 +38,19 @@ class LineFile:
         self.path = path
         if step == 0 and path.exists():
             path.replace(path.with_suffix(".old.jsonl"))
-        rows = self._parsed()
-        damaged = rows[:-1].count(None)  # a killed run leaves half a last line
-        if damaged:
-            tqdm.write(f"warning: dropped {damaged} damaged line{'s' * (damaged > 1)} of {path}")
-        kept = "".join(json.dumps(row) + "\n" for row in rows if row is not None and row["step"] <= step)
+        kept = "".join(json.dumps(row) + "\n" for row in self.rows() if row["step"] <= step)
         if path.exists():
             replace_file(path, kept)
         self._good_size = len(kept.encode())
         self._unwritten = b""
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Add a line. If the disk is full, the line is written together with the next one.
-
-        Raises:
-            OSError: if the disk is full.
-        """
+        """Add a line. If the disk is full, an OSError is raised, and the line is written together with the next one."""
         self._unwritten += (json.dumps(row) + "\n").encode()
         self._write()
 
     def flush(self) -> None:
-        """Put all lines on the disk.
-
-        Raises:
-            OSError: if the disk is full.
-        """
+        """Put all lines on the disk; an OSError if it is full."""
         if self._unwritten:
             self._write()
         if self.path.exists():
@@ -73,7 +58,12 @@ class LineFile:
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the complete and undamaged lines."""
-        return [row for row in self._parsed() if row is not None]
+        rows = list[dict[str, Any]]()
+        for line in read_bytes(self.path).split(b"\n") if self.path.exists() else ():
+            with suppress(DamageError):
+                row = parse_document(line, dict[str, Any], self.path)
+                rows += [row] if type(row.get("step")) is int else []
+        return rows
 
     def numbers(self, name: str, /, **settings: Any) -> dict[int, float]:
         """Return the numbers called ``name`` by step, of the lines that have these ``settings``."""
@@ -88,16 +78,6 @@ class LineFile:
             file.write(self._unwritten)
         self._good_size += len(self._unwritten)
         self._unwritten = b""
-
-    def _parsed(self) -> list[dict[str, Any] | None]:
-        """Return each line of the file, or None for a damaged one; after the last line break, there is half a line."""
-        rows: list[dict[str, Any] | None] = []
-        for line in read_bytes(self.path).split(b"\n") if self.path.exists() else ():
-            rows.append(None)
-            with suppress(DamageError):
-                row = parse_document(line, dict[str, Any], self.path)
-                rows[-1] = row if type(row.get("step")) is int else None
-        return rows
 
 
 class RunLog:
@@ -127,11 +107,7 @@ class RunLog:
         return self._files[-1]
 
     def flush(self) -> None:
-        """Put all lines of all files on the disk.
-
-        Raises:
-            OSError: if the disk is full.
-        """
+        """Put all lines of all files on the disk; an OSError if it is full."""
         for file in self._files:
             file.flush()
 
@@ -187,16 +163,8 @@ class RunLog:
         with self.tolerant("bad steps"):
             self._bad_steps.add({"step": step, "images": images})
 
-    def samples(
-        self,
-        step: int,
-        images: Tensor,
-        columns: int | None = None,
-        texts: Sequence[str] | None = None,
-        legend: Legend | None = None,
-    ) -> None:
-        """Write uint8 images ``[n, 3, h, w]`` as one grid, by default nearly a square; ``texts`` are below each."""
-        grid = to_grid(images, columns, legend, texts)
+    def samples(self, step: int, grid: Grid) -> None:
+        """Write a grid ``[h, w, 3]`` of samples."""
         self.preview = path = self.folder / "samples" / f"{step_name(step)}.png"
         with self.tolerant("samples"):
             path.parent.mkdir(exist_ok=True)
@@ -209,20 +177,16 @@ class RunLog:
 
                     tracker.log({"samples": Image(grid)}, step=step)
                 else:
-                    tracker.log_images({"samples": grid[None]}, step=step, **_IMAGE_ARGUMENTS.get(tracker.name, {}))
+                    layout = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
+                    tracker.log_images({"samples": grid[None]}, step=step, **layout)
 
     def draw_loss(self) -> None:
         """Plot the training loss over the steps, and below it the held-out loss if it is measured."""
         with self.tolerant("loss plot"):
-            losses = self._metrics.numbers("loss")
-            lines: dict[str, Line] = {"mean since the line before": losses}
-            window = max(1, len(losses) // 20)
-            if len(losses) > window:
-                means = np.convolve([*losses.values()], np.ones(window) / window, "valid")
-                lines[f"mean of {window}"] = dict(zip([*losses][window - 1 :], means.tolist(), strict=True))
-            panels = [Panel(lines, "training loss", "step", "loss", log_y=len(lines) > 1)]
+            losses = {"mean since the line before": self._metrics.numbers("loss")}
+            panels = [Panel(losses, "training loss", "step", "loss")]
             names = {"heldout_loss": "held-out pictures", "seen_loss": "as many training pictures"}
-            compared = {name: _changes(self._metrics.numbers(key)) for key, name in names.items()}
+            compared = {name: self._metrics.numbers(key) for key, name in names.items()}
             if any(compared.values()):
                 panels.append(Panel(compared, "the same loss on both", "step", "squared error of the velocity"))
             draw_panels(self.loss_plot, panels)
@@ -234,9 +198,3 @@ class RunLog:
             yield
         except kinds as error:  # any by default, since each tracker has its own exceptions
             tqdm.write(f"warning: could not write {what} of {self.folder} ({first_line(error)}); training continues")
-
-
-def _changes(numbers: Mapping[int, float]) -> dict[int, float]:
-    """Drop numbers that equal the one before, as a line of metrics repeats the last measurement."""
-    values = [None, *numbers.values()]
-    return {step: now for (step, now), before in zip(numbers.items(), values, strict=False) if now != before}

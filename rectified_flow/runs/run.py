@@ -4,12 +4,13 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
@@ -19,13 +20,11 @@ from rectified_flow.errors import RunError, UsageError, first_line
 from rectified_flow.flags import plain
 from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint, folder
-from rectified_flow.runs.checkpoint import CONFIG_FILE, FLOW_FILE, STATE_FILE, TrainerFile, step_name
+from rectified_flow.runs.checkpoint import CONFIG_FILE, FLOW_FILE, STATE_FILE, RunIdentity, Tensors, TrainerFile
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.log import RunLog
 from rectified_flow.system.files import writing
 from rectified_flow.system.terminal import Silent, line
-
-Tensors = Mapping[str, Mapping[str, Tensor]]
 
 
 class BackgroundSaver:
@@ -41,24 +40,15 @@ class BackgroundSaver:
         self._writing: Future[Path | None] | None = None
         self._problem = ""
         """The reason why the last step was not saved; empty if it was saved."""
-        self._copies: dict[tuple[str, str], Tensor] = {}
 
     def save(self, step: int, tensors: Tensors, write: Callable[[Tensors], Path]) -> None:
-        """Copy the tensors, and call ``write`` with the copies in the background.
-
-        If the disk is still busy with the previous checkpoint after half of the run's rank timeout, this one is left
-        out, because the other ranks wait and would time out.
-        """
-        try:
-            self.wait(self.config.rank_timeout / 2)
-        except TimeoutError:
-            tqdm.write(f"warning: step {step} is not saved: the previous checkpoint is still being written")
-            self._problem = "the disk is too slow"
-            return
-        # A copy in any case: on a CPU, too, the next step changes the weights while these are written.
-        copies = {
-            file: {name: self._copy(file, name, value) for name, value in of.items()} for file, of in tensors.items()
-        }
+        """Copy the tensors, and call ``write`` with the copies in the background, after the previous checkpoint."""
+        self.wait()
+        # A copy in any case: on a CPU, too, the next step changes the weights while these are written. It has the order
+        # in which it is written. Else torch would reorder it in worker threads of this thread's own, and OpenMP slows
+        # down all of a process that has more of them than cores.
+        how: dict[str, Any] = {"device": "cpu", "memory_format": torch.contiguous_format, "copy": True}
+        copies = {file: {name: value.to(**how) for name, value in of.items()} for file, of in tensors.items()}
         self._problem = ""
         self._writing = self._thread.submit(self._write, step, copies, write)
 
@@ -81,16 +71,6 @@ class BackgroundSaver:
             failure = f"could not save the last step to {self.config.checkpoints} ({self._problem})"
             raise RunError(f"{failure}: make room, and run the same command to resume")
         return path
-
-    def _copy(self, file: str, name: str, value: Tensor) -> Tensor:
-        """Copy a tensor into memory that is kept for it till the run ends, as new memory costs more than copying.
-
-        The copy has the order in which it is written. Else torch would reorder it in worker threads of this thread's
-        own, and OpenMP slows down all of a process that has more of them than cores.
-        """
-        if (file, name) not in self._copies:
-            self._copies[file, name] = torch.empty_like(value, device="cpu", memory_format=torch.contiguous_format)
-        return self._copies[file, name].copy_(value)
 
     def _write(self, step: int, tensors: Tensors, write: Callable[[Tensors], Path]) -> Path | None:
         try:
@@ -131,7 +111,7 @@ class Run:
         try:
             self.flow_description = describe(flow)
         except UsageError as error:  # a part is not registered
-            self._undescribed = error
+            self.print(f"warning: sample.py cannot build this flow from its checkpoints: {error}")
         description = self.flow_description or {"description": type(flow).__name__}
         self.document = folder.describe_run(config, description, dataset, data, flags)
         self.log, self.saver = cast(RunLog, Silent()), cast(BackgroundSaver, Silent())
@@ -147,15 +127,9 @@ class Run:
         Raises:
             UsageError: if they are not.
         """
-        check_equal(
-            self.accelerator,
-            lambda: {
-                "the number of items": self.length,
-                "the fingerprint of the dataset": self.fingerprint,
-                **{f"--{name}": value for name, value in plain(self.config, paths=False).items()},
-                **folder.flat(self.flow_description or {}),
-            },
-        )
+        facts = {"the number of items": self.length, "the fingerprint of the dataset": self.fingerprint}
+        flags = {f"--{name}": value for name, value in plain(self.config, paths=False).items()}
+        check_equal(self.accelerator, lambda: facts | flags | folder.flat(self.flow_description or {}))
 
     def choose_checkpoint(self) -> Path | None:
         """Return the checkpoint to load, if there is one, on every process; from then on the run has an identity.
@@ -164,10 +138,10 @@ class Run:
             UsageError: if resuming would mix two runs.
         """
         batch = self.config.split_batch(self.accelerator.num_processes)
-        run = folder.identify_run(self.config, self.fingerprint, batch.total, folder.precision_name(self.accelerator))
-        path, self.identity = on_main(
-            self.accelerator, lambda: folder.choose_checkpoint(self.config, run, self.flow_description)
-        )
+        precision = folder.precision_name(self.accelerator)
+        run = RunIdentity(self.fingerprint, self.config.seed, batch.total, "new", precision)
+        choose = partial(folder.choose_checkpoint, self.config, run, self.flow_description)
+        path, self.identity = on_main(self.accelerator, choose)
         return path
 
     @contextmanager
@@ -199,13 +173,10 @@ class Run:
     def _open(self) -> None:
         step = self.progress()[0]
         run_id = self.write_status(running=True)
-        checkpoint.set_aside(self.config.checkpoints)
         folder.write_config(self.config.output_dir, self.document)
         self.log = RunLog(self.accelerator, self.config.output_dir, step)
         self.saver = BackgroundSaver(self.config)
         self.log.start_trackers(self.document, run_id)
-        if self.flow_description is None:
-            self.print(f"warning: sample.py cannot build this flow from its checkpoints: {self._undescribed}")
 
     def save(self, step: int, tensors: Tensors, counters: Mapping[str, Any], *, best: bool) -> Path:
         """Write a checkpoint in the background and return its path. If the disk is full, warn and keep the previous.
@@ -233,7 +204,7 @@ class Run:
                 return path
 
             self.saver.save(step, tensors, write)
-        return self.config.checkpoints / step_name(step)
+        return self.config.checkpoints / checkpoint.step_name(step)
 
     def finish(self) -> None:
         """Flush all files, and write the final status and the paths of the files. Main process only.

@@ -34,14 +34,11 @@ from typing import Annotated, Any
 from pydantic import Field
 from tqdm.auto import tqdm
 
-from rectified_flow.errors import DamageError, NewerError, UsageError
-from rectified_flow.system.files import flush, hash_file, locked, read_document, reading, replace_file
+from rectified_flow.errors import DamageError, UsageError
+from rectified_flow.system.files import flush, hash_file, locked, read_document, reading, replace_file, writing
 
 MANIFEST, MARKER = "manifest.json", "building.json"
-FORMAT = 1  # version of manifests; increase it if an older program would misread a new one that has the same keys
 CHECKPOINT = "checkpoint"  # kind of a checkpoint
-READ_SUFFIXES = (".json", ".safetensors")
-"""Suffixes of files that programs may look for by name, so that one without a record is damage."""
 SMALL = 2**20  # size below which a file is hashed at each verification, whatever its time [bytes]
 LEFTOVER = re.compile(r"\.tmp\w{6}|\.(building|manifest)\.json\.[0-9a-f]{8}\.tmp")
 """Temporary files of safetensors and of :func:`replace_file` that a killed build leaves in its stage."""
@@ -71,7 +68,7 @@ class Manifest:
 
     files: dict[FileName, FileRecord]
     kind: str
-    format: Natural = FORMAT
+    format: Natural = 1
 
 
 @dataclass(frozen=True)
@@ -125,14 +122,11 @@ class Artifact:
         if self.is_whole:
             yield False
             return
-        try:
+        with writing(f"the {self.kind} {self.path}", UsageError, remedy):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             busy = f"another run is writing the {self.kind} {self.path}"
             with locked(self.path.with_name(f"{self.path.name}.lock"), busy, timeout, remedy):
                 yield not self.is_whole  # another process may have built it meanwhile
-        except OSError as error:
-            reason = error.strerror or error
-            raise UsageError(f"the {self.kind} {self.path} cannot be read and written ({reason}): {remedy}") from error
 
     def begin(self) -> dict[str, Any]:
         """Make the stage, or find that of an earlier build. Call with the lock held, in one process only.
@@ -205,14 +199,12 @@ class Artifact:
 
 def write_manifest(folder: Path, kind: str, names: Sequence[str]) -> None:
     """Write the manifest of the named files of ``folder``."""
-    document = {"kind": kind, "format": FORMAT, "files": {name: _record(folder / name, kind) for name in names}}
-    replace_file(folder / MANIFEST, json.dumps(document, indent=1))
-
-
-def _record(path: Path, kind: str) -> dict[str, Any]:
-    stat = path.stat()
-    time = {} if kind == CHECKPOINT else {"time": int(stat.st_mtime)}
-    return {"size": stat.st_size, "sha256": hash_file(path), **time}
+    files = dict[str, dict[str, Any]]()
+    for name in names:
+        stat = (folder / name).stat()
+        time = {} if kind == CHECKPOINT else {"time": int(stat.st_mtime)}
+        files[name] = {"size": stat.st_size, "sha256": hash_file(folder / name), **time}
+    replace_file(folder / MANIFEST, json.dumps({"kind": kind, "format": 1, "files": files}, indent=1))
 
 
 def read_manifest(folder: Path, kind: str = CHECKPOINT) -> Manifest:
@@ -220,12 +212,9 @@ def read_manifest(folder: Path, kind: str = CHECKPOINT) -> Manifest:
 
     Raises:
         UsageError: if it may not be read.
-        NewerError: if the folder was written by a newer version of this project.
         DamageError: if it is missing or damaged, or of another kind.
     """
     manifest = read_document(folder / MANIFEST, Manifest)
-    if manifest.format > FORMAT:
-        raise NewerError(f"{folder} was written by a newer version of this project (format {manifest.format}): upgrade")
     if manifest.kind != kind:
         raise DamageError(f"{folder} holds the {manifest.kind}, not the {kind}")
     return manifest
@@ -233,10 +222,9 @@ def read_manifest(folder: Path, kind: str = CHECKPOINT) -> Manifest:
 
 def is_artifact(folder: Path) -> bool:
     """Return whether ``folder`` has the manifest of a finished artifact of any kind."""
-    try:
+    with suppress(DamageError):
         return bool(read_document(folder / MANIFEST, Manifest).files)
-    except UsageError as error:
-        return isinstance(error, NewerError)
+    return False
 
 
 def find_damage(folder: Path, kind: str = CHECKPOINT, names: Collection[str] | None = None) -> str | None:
@@ -254,28 +242,20 @@ def find_damage(folder: Path, kind: str = CHECKPOINT, names: Collection[str] | N
     """
     try:
         with reading(folder):
-            return _compare(folder, read_manifest(folder, kind).files, names)
+            for name, expected in read_manifest(folder, kind).files.items():
+                stat = (folder / name).stat()
+                if stat.st_size != expected.size:
+                    return f"{name} has the wrong size"
+                as_recorded = int(stat.st_mtime) == expected.time
+                if (names is not None and name not in names) or (as_recorded and expected.size > SMALL):
+                    continue
+                if hash_file(folder / name) != expected.sha256:
+                    return f"{name} was altered"
+                if expected.time is not None and not as_recorded:
+                    with suppress(OSError):  # in a folder that cannot be written, the file is hashed each time
+                        utime(folder / name, (expected.time, expected.time))
     except DamageError as error:
         return str(error)
-
-
-def _compare(folder: Path, files: Mapping[str, FileRecord], names: Collection[str] | None) -> str | None:
-    for name, expected in files.items():
-        path = folder / name
-        stat = path.stat()
-        if stat.st_size != expected.size:
-            return f"{name} has the wrong size"
-        as_recorded = int(stat.st_mtime) == expected.time
-        if (names is not None and name not in names) or (as_recorded and expected.size > SMALL):
-            continue
-        if hash_file(path) != expected.sha256:
-            return f"{name} was altered"
-        if expected.time is not None and not as_recorded:
-            with suppress(OSError):  # in a folder that cannot be written, the file is hashed each time
-                utime(path, (expected.time, expected.time))
-    for path in folder.iterdir():
-        if path.suffix in READ_SUFFIXES and path.name not in (*files, MANIFEST, MARKER) and path.name[0] != ".":
-            return f"{path.name} is not in its manifest"
     return None
 
 
@@ -293,7 +273,12 @@ def owned_files(folder: Path, kind: str) -> list[Path]:
         return []
     if folder.is_symlink() or not folder.is_dir():
         raise UsageError(f"{folder} is in the way of the {kind}, and is no folder: move it away")
-    known = _known_files(folder, kind)
+    known = set[str]()
+    proofs: dict[str, type[Manifest] | type[Marker]] = {MANIFEST: Manifest, MARKER: Marker}
+    for name, schema in proofs.items():
+        with suppress(DamageError):  # an unreadable document lists no files
+            document = read_document(folder / name, schema)
+            known |= {name, *document.files} if document.kind == kind else set()
     leftover = LEFTOVER if MARKER in known and MANIFEST not in known else FIRST_LEFTOVER
     entries = sorted(folder.iterdir())
     for entry in entries:
@@ -302,17 +287,6 @@ def owned_files(folder: Path, kind: str) -> list[Path]:
             foreign = f"{entry.name}, which this project did not write"
             raise UsageError(f"{folder} is in the way of the {kind}, and holds {foreign}: move it away")
     return entries
-
-
-def _known_files(folder: Path, kind: str) -> set[str]:
-    """Return the names of the files that the manifest or the marker in ``folder`` lists for this kind."""
-    known = set[str]()
-    proofs: dict[str, type[Manifest] | type[Marker]] = {MANIFEST: Manifest, MARKER: Marker}
-    for name, schema in proofs.items():
-        with suppress(DamageError):  # an unreadable document lists no files
-            document = read_document(folder / name, schema)
-            known |= {name, *document.files} if document.kind == kind else set()
-    return known
 
 
 def remove(folder: Path, kind: str) -> None:

@@ -2,10 +2,8 @@
 
 import json
 import os
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from errno import EACCES, EMFILE, ENFILE, ENOENT, ENOMEM, EPERM, ESTALE, ETIMEDOUT
 from functools import cache
 from hashlib import file_digest
 from io import BufferedReader
@@ -19,15 +17,13 @@ from filelock import FileLock, Timeout
 from rectified_flow.errors import BusyError, DamageError, NewerError, RunError, UsageError
 from rectified_flow.system.terminal import warn_once
 
-NO_DAMAGE = (EACCES, EPERM, EMFILE, ENFILE, ENOMEM, ESTALE, ETIMEDOUT)
-"""Error numbers that do not indicate damage: missing rights, a busy network disk or too many open files."""
 LONGEST = 100  # maximum length of a refused path or value in an error message
 LOCK_TIMEOUT = 10.0
 """Time to wait for a process that is ending; loader processes may outlive a killed run by five seconds [s]."""
 
 
 @contextmanager
-def locked(path: Path, busy: str, timeout: float, remedy: str = "choose another folder") -> Iterator[None]:
+def locked(path: Path, busy: str = "", timeout: float = -1, remedy: str = "choose another folder") -> Iterator[None]:
     """Hold the lock on ``path`` inside the block; on a file system without locks, warn instead.
 
     Args:
@@ -96,17 +92,17 @@ def reading(path: Path) -> Iterator[None]:
     """Turn an error in reading ``path`` into a sentence.
 
     Raises:
-        UsageError: if its rights forbid reading it, or the system cannot read it now.
+        UsageError: if its rights forbid reading it, which is no damage.
         DamageError: on any other error of the operating system.
     """
     try:
         yield
+    except PermissionError as error:
+        raise UsageError(f"{error.filename or path} cannot be read: change its permissions") from error
     except OSError as error:
-        problem = "is missing" if error.errno == ENOENT else f"cannot be read ({error.strerror or error})"
-        sentence = f"{error.filename or path} {problem}"
-        if error.errno in NO_DAMAGE:
-            raise UsageError(f"{sentence}: change its permissions, or try again") from error
-        raise DamageError(sentence) from error
+        is_missing = isinstance(error, FileNotFoundError)
+        problem = "is missing" if is_missing else f"cannot be read ({error.strerror or error})"
+        raise DamageError(f"{error.filename or path} {problem}") from error
 
 
 @contextmanager
@@ -156,43 +152,27 @@ def printable(path: Path | str) -> str:
 
 
 def usable_path(name: str, path: Path) -> Path:
-    """Return ``path`` with ``~`` expanded, after a check that it may exist.
+    """Return ``path`` with ``~`` expanded.
 
     Args:
         name: the option that names the path, for the error message.
         path: a file or folder, there or not.
 
     Raises:
-        UsageError: if a name in it is too long or not UTF-8, its links lead in circles, the home folder is unknown, or
-            the rights of a folder forbid looking into it.
+        UsageError: if its name is not UTF-8, or the home folder is unknown.
     """
     try:
         str(path).encode()  # a JSON file cannot contain a name that is not UTF-8
-        path = path.expanduser()
-        with suppress(FileNotFoundError, NotADirectoryError):
-            path.stat()
-    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: no home for ~; ValueError: a null byte
-        reason = getattr(error, "strerror", None) or str(error).rstrip(".")
-        reason = "its name is not UTF-8" if isinstance(error, UnicodeError) else reason
-        shown = printable(path)[:LONGEST]
-        raise UsageError(f"{name} {shown} cannot be used ({reason}): choose another path") from error
-    return path
+        return path.expanduser()
+    except (UnicodeError, RuntimeError) as error:
+        reason = "its name is not UTF-8" if isinstance(error, UnicodeError) else str(error).rstrip(".")
+        raise UsageError(f"{name} {printable(path)} cannot be used ({reason}): choose another path") from error
 
 
 def prepare_folder(flag: str, folder: Path) -> Path:
-    """Make ``folder`` and check that it can be written.
-
-    Args:
-        flag: the option that names the folder, for the error message.
-        folder: the folder.
-
-    Raises:
-        UsageError: if it cannot be made or written, or the disk is full.
-    """
+    """Make ``folder``, which the option ``flag`` names, and return it; a UsageError if it cannot be made."""
     with writing(f"--{flag} {folder}", UsageError):
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as probe:
-            probe.write(b"a full disk shows here")
     return folder
 
 
@@ -221,24 +201,15 @@ def parse_document(content: bytes | str, schema: type[T], source: object) -> T:
     try:
         return cast(T, _adapter(schema).validate_json(content, strict=True, extra="forbid"))  # type: ignore[arg-type]
     except ValidationError as error:
-        raise _damage(error.errors(include_url=False), source) from None
-
-
-def _damage(problems: Sequence[Mapping[str, Any]], source: object) -> UsageError:
-    """Return an error about an unknown key, which a newer version wrote, or else about the first problem."""
-    problem = next((each for each in problems if each["type"] == "unexpected_keyword_argument"), problems[0])
+        problems = error.errors(include_url=False)
+    newer = [each for each in problems if each["type"] == "unexpected_keyword_argument"]
+    problem = [*newer, *problems][0]
     key = ".".join(map(str, problem["loc"]))
-    match problem["type"]:
-        case "unexpected_keyword_argument":
-            newer = f"{source} was written by a newer version of this project"
-            return NewerError(f"{newer} (it has the key {key!r}): upgrade")
-        case "json_invalid":
-            words = f"cannot be read ({problem['msg']})"
-        case "missing":
-            words = f"is damaged: the key {key!r} is missing"
-        case _:
-            words = f"is damaged: {key or 'it'} is {_in_words(problem)}"
-    return DamageError(f"{source} {words}")
+    if newer:
+        raise NewerError(f"{source} was written by a newer version of this project (it has the key {key!r}): upgrade")
+    has_value = problem["type"] not in ("json_invalid", "missing")
+    words = f"{key or 'it'} is {_in_words(problem)}" if has_value else f"{key} {problem['msg']}".strip()
+    raise DamageError(f"{source} is damaged: {words}")
 
 
 def check_document(document: object, schema: type[T], source: object) -> T:

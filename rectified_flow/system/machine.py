@@ -2,7 +2,6 @@
 
 import os
 import shutil
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -41,19 +40,9 @@ def free_memory() -> float:
     return psutil.virtual_memory().available / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def require_disk(needed: float, folder: Path, what: str, remedy: str) -> None:
-    """Raise a UsageError if ``what`` needs more than the free space of ``folder``, which need not exist yet.
-
-    Args:
-        needed: the least space [bytes].
-        folder: the folder.
-        what: the subject of the message.
-        remedy: what to do instead.
-    """
-    from tqdm import tqdm  # the command line imports this module
-
-    with suppress(OSError):  # writing will show it
-        room = shutil.disk_usage(next(each for each in (folder, *folder.absolute().parents) if each.exists())).free
-        least, there = (tqdm.format_sizeof(size, "B") for size in (needed, room))
-        if needed > room:
-            raise UsageError(f"{what} would need at least {least} of disk, and {folder} has room for {there}: {remedy}")
+def require_disk(needed: float, folder: Path, what: str) -> None:
+    """Raise a UsageError if ``what`` needs more bytes than are free in ``folder``, which exists."""
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        least, room = (f"{size / 1e9:,.1f} GB" for size in (needed, free))
+        raise UsageError(f"{what} would need at least {least} of disk, and {folder} has room for {room}: make room")

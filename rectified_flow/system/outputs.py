@@ -9,21 +9,20 @@ For folders that are built as a whole (stores and checkpoints), the manifest tak
 :mod:`rectified_flow.system.artifact`.
 """
 
-import fcntl
 import json
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass
 from os.path import lexists
 from pathlib import Path
 
 from rectified_flow.errors import UsageError
 from rectified_flow.system.artifact import is_artifact
-from rectified_flow.system.files import read_document, replace_file, writing
-from rectified_flow.system.terminal import warn_once
+from rectified_flow.system.files import locked, read_document, replace_file, writing
 
 RECORD = ".rectified-flow.json"
+LOCK = f"{RECORD}.lock"
+"""Lock that a program holds while it changes the record, or another document of the folder."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ def claim(folder: Path, names: Iterable[str], *, ours: bool = False) -> None:
         raise UsageError(f"{folder} is a checkpoint or another complete artifact: choose another folder")
     paths, record = list(names), folder / RECORD
     names = list(dict.fromkeys(path.partition("/")[0] for path in paths))
-    with writing(record), locked_folder(folder):
+    with writing(record), locked(folder / LOCK):
         written = set(os.listdir(folder) if ours else ())
         if known := lexists(record):
             written = set(read_document(record, Record).files)
@@ -61,28 +60,11 @@ def claim(folder: Path, names: Iterable[str], *, ours: bool = False) -> None:
             if linked or (lexists(path) and name not in written):
                 raise UsageError(f"{path} would be overwritten, and this project did not write it: move it away")
         if not written.issuperset(names) or (written and not known):
-            replace_file(record, json.dumps(asdict(Record(sorted(written.union(names)))), indent=1))
+            replace_file(record, json.dumps({"files": sorted(written.union(names))}, indent=1))
     for name in names:
         if inside := [path.partition("/")[2] for path in paths if path.startswith(f"{name}/")]:
             (folder / name).mkdir(exist_ok=True)
             claim(folder / name, inside)
-
-
-@contextmanager
-def locked_folder(folder: Path) -> Iterator[None]:
-    """Hold an exclusive lock on ``folder`` inside the block, to change a document there.
-
-    The folder itself is locked, so that no lock file lies beside the user's files.
-    """
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        except OSError as error:  # network file systems may lock no folders
-            warn_once(f"{folder} cannot be locked ({error.strerror}): make sure that no other process writes there")
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def write_output(path: Path, content: bytes | str, *, durable: bool = True) -> None:

@@ -14,15 +14,16 @@ from html import escape, unescape
 from importlib import import_module
 from io import BytesIO
 from pathlib import Path
+from textwrap import wrap
 from typing import IO, Any
 
 import numpy as np
 import torch
-from PIL import ExifTags, Image, ImageCms, ImageDraw, ImageFont, ImageOps, PngImagePlugin, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageCms, ImageDraw, ImageOps, PngImagePlugin, UnidentifiedImageError
 from torch import Tensor
 
-from rectified_flow.errors import UsageError, first_line
-from rectified_flow.system.files import open_regular, parse_document, writing
+from rectified_flow.errors import UsageError
+from rectified_flow.system.files import open_regular, parse_document, reading, writing
 from rectified_flow.system.outputs import write_output
 
 FORMATS = ["JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "AVIF"]
@@ -61,8 +62,9 @@ BAD_EXIF = (SyntaxError, struct.error, ValueError, KeyError, TypeError)
 """Errors that Pillow raises if the block with the orientation is damaged; the image itself may be undamaged."""
 
 
-MIN_WIDTH, TEXT_LINES, TEXT_SIZE = 112, 3, 11
-"""Least width of a picture with a text [px], number of lines of the text, and size of its letters [px]."""
+MIN_WIDTH, TEXT_LINES, TEXT_SIZE, LETTER_WIDTH = 112, 3, 11, 6
+"""Least width of a picture with a text [px], lines of the text, and size and mean width of its letters [px]."""
+Grid = np.ndarray[Any, np.dtype[np.uint8]]  # [h, w, c]
 BAR_HEIGHT = 10  # height of the bar of a legend [px]
 
 
@@ -133,22 +135,16 @@ def fit(image: Image.Image, size: tuple[int, int], *, alpha: bool = False, pad: 
         raise ValueError(f"pixels of mode {image.mode} have no known range; --space Fields reads measurements")
     image = to_srgb(image)
     image = image.convert("RGBA") if alpha else over_white(image)
-    image = _padded(image, size) if pad else ImageOps.fit(image, size, Image.Resampling.LANCZOS)
+    if pad:  # an odd margin is wider at the right and at the bottom
+        white = (255, 255, 255, 0)[: len(image.mode)]
+        image = ImageOps.pad(image, size, Image.Resampling.LANCZOS, white, (0.49999, 0.49999))
+    else:
+        image = ImageOps.fit(image, size, Image.Resampling.LANCZOS)
     if not alpha:
         return image
     pixels = np.array(image)
     pixels[pixels[..., 3] == 0, :3] = 255
     return Image.fromarray(pixels)
-
-
-def _padded(image: Image.Image, size: tuple[int, int]) -> Image.Image:
-    """Return the whole image, as large as fits into ``size``, at the centre of a transparent or white canvas."""
-    scale = min(size[0] / image.width, size[1] / image.height)
-    inner = max(1, round(image.width * scale)), max(1, round(image.height * scale))
-    canvas = Image.new(image.mode, size, (255, 255, 255, 0)[: len(image.mode)])
-    corner = (size[0] - inner[0]) // 2, (size[1] - inner[1]) // 2
-    canvas.paste(image.resize(inner, Image.Resampling.LANCZOS), corner)
-    return canvas
 
 
 def upright_size(image: Image.Image) -> tuple[int, int]:
@@ -169,28 +165,17 @@ class Legend:
     greatest: str
     name: str = ""
 
-    def draw(self, width: int) -> Tensor:
-        """Draw the colours as a bar above the values at its ends, uint8 ``[3, h, width]``."""
-        from torchvision.transforms.functional import pil_to_tensor  # takes seconds to load
-
-        places = torch.linspace(0, len(self.colours) - 1, width).round().long()
-        bar = self.colours.cpu()[places].T[:, None].expand(-1, BAR_HEIGHT, -1)
-        image, font = Image.new("RGB", (width, TEXT_SIZE + 5), "white"), ImageFont.load_default(TEXT_SIZE)
-        for x, anchor, text in ((2, "la", self.least), (width // 2, "ma", self.name), (width - 2, "ra", self.greatest)):
-            ImageDraw.Draw(image).text((x, 1), text, "black", font, anchor)
-        return torch.cat((bar, pil_to_tensor(image)), dim=1)
-
 
 def to_grid(
-    images: Tensor, columns: int | None = None, legend: Legend | None = None, texts: Sequence[str] | None = None
-) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    images: Tensor, columns: int | None = None, texts: Sequence[str] | None = None, legend: Legend | None = None
+) -> Grid:
     """Arrange uint8 images ``[n, c, h, w]`` side by side in one ``[H, W, c]``.
 
     Args:
         images: the images. Those with texts are enlarged by a whole number if they are small.
         columns: number of columns; by default, the grid is nearly a square.
-        legend: drawn below the grid; white fills the sides of a grid that is narrower than its text.
         texts: a text below each image.
+        legend: drawn below the grid; white fills the sides of a grid that is narrower than its text.
     """
     from torchvision.utils import make_grid  # takes seconds to load
 
@@ -203,7 +188,11 @@ def to_grid(
     grid: Tensor = make_grid(images, nrow=columns, padding=2, pad_value=255).cpu()
     if legend is not None:
         grid = torch.nn.functional.pad(grid, (0, max(0, MIN_WIDTH - grid.shape[-1])), value=255)
-        grid = torch.cat((grid, legend.draw(grid.shape[-1])), dim=1)
+        width = grid.shape[-1]
+        places = torch.linspace(0, len(legend.colours) - 1, width).round().long()
+        bar = legend.colours.cpu()[places].T[:, None].expand(-1, BAR_HEIGHT, -1)
+        values = text_picture(f"{legend.least} to {legend.greatest} {legend.name}", width, TEXT_SIZE + 5)
+        grid = torch.cat((grid, bar, values), dim=1)
     return grid.permute(1, 2, 0).numpy()
 
 
@@ -211,14 +200,8 @@ def text_picture(text: str, width: int, height: int) -> Tensor:
     """Return a text, black on white and broken into lines that fit, as a picture uint8 ``[3, height, width]``."""
     from torchvision.transforms.functional import pil_to_tensor
 
-    image, font, lines = Image.new("RGB", (width, height), "white"), ImageFont.load_default(TEXT_SIZE), [""]
-    for word in text.split():
-        longer = f"{lines[-1]} {word}".strip()
-        if not lines[-1] or font.getlength(longer) <= width - 4:
-            lines[-1] = longer
-        else:
-            lines.append(word)
-    ImageDraw.Draw(image).multiline_text((2, 1), "\n".join(lines), "black", font, spacing=2)
+    image, lines = Image.new("RGB", (width, height), "white"), wrap(text, width // LETTER_WIDTH)
+    ImageDraw.Draw(image).multiline_text((2, 1), "\n".join(lines), "black", font_size=TEXT_SIZE, spacing=2)
     return pil_to_tensor(image)
 
 
@@ -251,11 +234,10 @@ class Panel:
     title: str
     x_label: str
     y_label: str
-    log_y: bool = False
 
 
-def draw_panels(path: Path, panels: Sequence[Panel]) -> Path:
-    """Plot panels one below the other into the PNG file ``path``, and return ``path``.
+def draw_panels(path: Path, panels: Sequence[Panel]) -> None:
+    """Plot panels one below the other into the PNG file ``path``.
 
     Raises:
         OSError: if the file cannot be written.
@@ -264,30 +246,17 @@ def draw_panels(path: Path, panels: Sequence[Panel]) -> Path:
 
     figure = Figure(figsize=(8, 0.5 + 4 * len(panels)), layout="constrained")
     for axes, panel in zip(figure.subplots(len(panels), squeeze=False).flat, panels, strict=True):
-        _draw(axes, panel)
+        axes.set(xlabel=panel.x_label, ylabel=panel.y_label, title=panel.title)
+        for name, points in panel.lines.items():
+            axes.plot([*points], [*points.values()], label=name, marker="." if len(points) < 40 else None)
+        if len(panel.lines) > 1:
+            axes.legend()
+        axes.grid(alpha=0.3, which="both")
     content = BytesIO()
     figure.savefig(content, format="png", dpi=120)
     write_output(path, content.getvalue())
-    return path
 
 
-def _draw(axes: Any, panel: Panel) -> None:
-    axes.set(xlabel=panel.x_label, ylabel=panel.y_label, title=panel.title)
-    for name, points in panel.lines.items():
-        marker = "." if len(points) < 40 else None
-        axes.plot([*points], [*points.values()], label=name, marker=marker)
-    if panel.log_y:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter("{x:g}")
-        low, high = axes.get_ylim()
-        if high < 100 * low:  # else the labels would overlap
-            axes.yaxis.set_minor_formatter("{x:g}")
-    if len(panel.lines) > 1:
-        axes.legend()
-    axes.grid(alpha=0.3, which="both")
-
-
-PNG_KEYWORD = "XML:com.adobe.xmp"
 PACKET = """<?xpacket begin="\ufeff" id="W5M0MpCehiHzreSzNTczkc9d"?>
 <x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:RDF xmlns:rdf="http://www.w3.org/1999/02/22-rdf-syntax-ns#">
 <rdf:Description rdf:about="" xmlns:xmp="http://ns.adobe.com/xap/1.0/" xmp:CreatorTool="rectified-flow-trainer"
@@ -321,18 +290,11 @@ class Provenance:
     """Whether the sampling started from another picture, which is not recorded."""
 
 
-def packet_of(settings: Mapping[str, Any]) -> bytes:
-    """Return the XMP packet of a generated picture."""
-    return PACKET.replace("SETTINGS", escape(json.dumps(settings))).encode()
-
-
-def metadata_options(picture_format: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments with which Pillow saves a generated picture; formats without XMP have none."""
-    if picture_format == "PNG":
-        chunks = PngImagePlugin.PngInfo()
-        chunks.add_itxt(PNG_KEYWORD, packet_of(settings).decode())
-        return {"pnginfo": chunks}
-    return {"xmp": packet_of(settings)} if picture_format in ("WEBP", "JPEG") else {}
+def metadata_options(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments with which Pillow saves a generated picture; formats without XMP ignore them."""
+    packet, chunks = PACKET.replace("SETTINGS", escape(json.dumps(settings))), PngImagePlugin.PngInfo()
+    chunks.add_itxt("XML:com.adobe.xmp", packet)
+    return {"pnginfo": chunks, "xmp": packet.encode()}
 
 
 def read_provenance(path: Path) -> Provenance:
@@ -341,10 +303,8 @@ def read_provenance(path: Path) -> Provenance:
     Raises:
         UsageError: if the file has none.
     """
-    try:
+    with reading(path):
         packet = open_picture(path).info.get("xmp", b"")
-    except Exception as error:  # every decoder fails in its own way
-        raise UsageError(f"--like {path} cannot be read ({first_line(error)}): pass a generated picture") from error
     found = re.search(rb'flow:Settings="([^"]*)"', packet)
     if found is None:
         raise UsageError(f"--like {path} does not say how it was generated: pass a picture of sample.py")
@@ -357,15 +317,10 @@ class GeneratedPicture(Image.Image):
     provenance: Provenance
 
     @classmethod
-    def of(cls, image: Image.Image, provenance: Provenance) -> "GeneratedPicture":
-        """Return ``image`` with its settings."""
-        image.__class__ = cls
-        assert isinstance(image, cls)  # for mypy
-        image.provenance = provenance
-        return image
+    def mark(cls, image: Image.Image, provenance: Provenance) -> None:
+        """Give an image its settings."""
+        image.__class__, image.provenance = cls, provenance  # type: ignore[attr-defined]
 
     def save(self, fp: Any, format: str | None = None, **params: Any) -> None:  # noqa: A002  Pillow's name
         """Save as Pillow does, with metadata."""
-        suffix = Path(getattr(fp, "name", fp) if format is None else "").suffix.lower()
-        kind = format.upper() if format else Image.registered_extensions().get(suffix, "")
-        super().save(fp, format, **metadata_options(kind, asdict(self.provenance)) | params)
+        super().save(fp, format, **metadata_options(asdict(self.provenance)) | params)

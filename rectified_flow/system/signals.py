@@ -38,32 +38,15 @@ def stop_on_signals() -> Iterator[None]:
     _requests.request = None
     _requests.launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
     try:
-        with _handling_signals(_request_end):
+        with handling_signals(_request_end):
             yield
     finally:
         _requests.request = _requests.launcher = None
 
 
 @contextmanager
-def exit_on_signals(code: int | None = None) -> Iterator[None]:
-    """Inside the block, the :data:`SIGNALS` end the process at once.
-
-    An exception during an import may be suppressed, or leave a module half initialized.
-
-    Args:
-        code: the exit code, after a sentence on stderr; if None, the signal kills the process.
-    """
-
-    def leave(_number: int, _frame: FrameType | None) -> None:
-        _write(f"{STOPPED}\n")
-        os._exit(code or 0)
-
-    with _handling_signals(signal.SIG_DFL if code is None else leave):
-        yield
-
-
-@contextmanager
-def _handling_signals(handler: Callable[[int, FrameType | None], Any] | signal.Handlers) -> Iterator[None]:
+def handling_signals(handler: Callable[[int, FrameType | None], Any] | signal.Handlers) -> Iterator[None]:
+    """Inside the block, the :data:`SIGNALS` call ``handler``, which may be ``signal.SIG_DFL`` to end the process."""
     with ExitStack() as restored:
         for number in SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP; keep that
@@ -93,8 +76,7 @@ def raise_if_stop_requested() -> None:
     Raises:
         Interrupted: if a stop was requested.
     """
-    request = stop_requested()
-    if request is not None:
+    if request := stop_requested():
         raise Interrupted(request)
 
 
@@ -115,12 +97,7 @@ def _request_end(number: int, _frame: FrameType | None) -> None:
     _requests.request, _requests.requested_at = signal.Signals(number).name, now
     if not _requests.deferring:
         raise Interrupted(_requests.request)
-    what = "stopping and saving a checkpoint. Press Ctrl-C again to quit immediately."
-    _write(f"\n{_requests.request} received: {what}\n")
-
-
-def _write(text: str) -> None:
-    """Write to stderr on rank 0, without ``print``, which the signal may have interrupted."""
     if os.environ.get("RANK", "0") == "0":
-        with suppress(OSError):
-            os.write(2, text.encode())
+        what = "stopping and saving a checkpoint. Press Ctrl-C again to quit immediately."
+        with suppress(OSError):  # not by print, which the signal may have interrupted
+            os.write(2, f"\n{_requests.request} received: {what}\n".encode())

@@ -24,6 +24,7 @@ from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.folder import data_description
 from rectified_flow.runs.run import Run
+from rectified_flow.system.pictures import to_grid
 from rectified_flow.system.signals import defer_signals, stop_requested
 from rectified_flow.system.terminal import line, progress_bar
 from rectified_flow.training.evaluations import Callback, draw_preview
@@ -267,7 +268,7 @@ class Trainer:
         data = self.dataset if self.preview_data is None else self.preview_data
         drawn = draw_preview(self.averaged_flow, data, self.config, self.accelerator, self.batch.per_process)
         if drawn is not None:
-            self.run.log.samples(self.state.step, *drawn)
+            self.run.log.samples(self.state.step, to_grid(*drawn))
 
     def _report_skipped(self, positions: list[int]) -> None:
         """Report a step that was skipped, with the items of the global batch that may have caused it."""

@@ -125,7 +125,7 @@ def test_arguments_follow_the_name_of_a_part_or_are_those_of_the_default(words: 
     ("content", "sentence"),
     [
         ('{"seed": 1, "sede": 2}', "sets flags that this program does not have: sede"),
-        ("seed: 1", "config.json cannot be read (Invalid JSON: "),
+        ("seed: 1", "config.json is damaged: Invalid JSON: "),
         ("[1]", "config.json is damaged: it is [1], but input should be "),
         (None, "config.json is missing"),
         ('{"dim": "8"}', 'config.json is damaged: dim is "8", but input should be a valid integer'),

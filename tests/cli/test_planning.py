@@ -106,7 +106,6 @@ def test_without_a_length_a_run_on_ones_own_pictures_takes_an_hour(capsys: pytes
     [
         ("--budget 1m --train_num_steps 5", "--budget and --train_num_steps exclude each other: pass one"),
         ("--one_step --num_epochs 3", "--one_step and --num_epochs exclude each other: pass one"),
-        ("--budget 1h --resume runs/old", "--budget excludes --resume PATH, which keeps the length of that run: pass"),
         ("--budget 2s", "--budget 2s is too short: a step of 8 images takes 32.0 s on this machine"),
         *(
             (f"--budget {each}", f"--budget is {each}; it must be a time such as")
@@ -175,15 +174,6 @@ def test_a_run_goes_on_as_it_began(
     monkeypatch.setattr(PartialState(), "num_processes", 8)
     assert [chosen(800, run)[name] for name in ("global_batch_size", "batch_size")] == [8, 1]
     monkeypatch.undo()
-
-
-def test_a_run_that_resumes_another_goes_on_as_that_one_began(tmp_path: Path) -> None:
-    began = chosen(800, "--augment 0 --train_num_steps 70")
-    save(tmp_path, 60, began)
-    flags = chosen(900, f"--resume {tmp_path} --output_dir {tmp_path / 'other'}")
-    assert flags == began
-    missing = chosen(900, f"--resume {tmp_path / 'none'} --output_dir {tmp_path / 'other'}")
-    assert missing["holdout"] == 0.05, "the run itself says that there is none"
 
 
 def save(run: Path, step: int, flags: dict[str, object]) -> None:

@@ -26,7 +26,6 @@ PAIRS = "--method reflow --teacher {reflow.data}/teacher --output_dir {tmp}/refl
 REFUSALS: dict[tuple[str, str], list[tuple[str, str]]] = {
     (TRAIN, FLOWERS): [
         ("--num_epochs 2", "--num_epochs and --train_num_steps exclude each other"),
-        ("--resume {tmp}/old", "there is no checkpoint at"),
         (
             "--dim_mults 1 2 3 4 --image_size 20",
             "not divisible by 8, as the 4 levels of --dim_mults",
@@ -46,7 +45,6 @@ REFUSALS: dict[tuple[str, str], list[tuple[str, str]]] = {
     # what can be refused before the pictures are decoded, one of which is broken
     (TRAIN, BROKEN): [
         ("--output_dir {labels.one} --resume never", "checkpoints already holds checkpoints"),
-        ("--output_dir {tmp}/new --resume {tmp}/old", "there is no checkpoint at"),
         ("--output_dir {tmp}/new --init_from {tmp}/old", "there is no checkpoint at"),
         ("--output_dir {tmp}/new --augment 0.1 --autoencoder small", "--autoencoder and --augment exclude each other"),
         ("--output_dir {tmp}/new --holdout 0.1 --method reflow --teacher {tmp}/run", "--teacher and --holdout exclude"),

@@ -89,7 +89,8 @@ def test_the_starter_in_a_network_of_more_levels(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_does_not_need_the_run_that_it_started_from(tmp_path: Path) -> None:
-    flow = RectifiedFlow(unet())
+    flow, config = RectifiedFlow(unet()), TrainingConfig(output_dir=tmp_path / "new")
+    checkpoint.save(config.checkpoints, 1, {}, {})
     before = {name: value.clone() for name, value in flow.network.state_dict().items()}
-    start_from(tmp_path / "removed", TrainingConfig(output_dir=tmp_path / "new", resume="runs/old"), flow)
+    start_from(tmp_path / "removed", config, flow)
     assert all(torch.equal(value, before[name]) for name, value in flow.network.state_dict().items())

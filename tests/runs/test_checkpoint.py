@@ -9,7 +9,6 @@ import time
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from torch import nn
 
 from rectified_flow.errors import UsageError
 from rectified_flow.runs import checkpoint
-from rectified_flow.system.artifact import CHECKPOINT, FORMAT, find_damage, write_manifest
+from rectified_flow.system.artifact import CHECKPOINT, find_damage, write_manifest
 from tests.patience import wait_for
 from tests.system.test_files import refusing
 
@@ -61,11 +60,12 @@ def test_the_best_is_kept_until_there_is_a_better_one(tmp_path: Path) -> None:
     assert checkpoint.best_of(tmp_path) is None
 
 
-def test_folders_of_other_names_are_left_alone(tmp_path: Path) -> None:
+def test_files_and_folders_of_other_names_are_left_alone(tmp_path: Path) -> None:
     shutil.copytree(write(tmp_path, 5), tmp_path / "step_best")
+    (tmp_path / "step_00000009").touch()
     for step in (6, 7):
         write(tmp_path, step, keep=1)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000007", "step_best"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000007", "step_00000009", "step_best"]
 
 
 def test_damaged_checkpoints_ahead_do_not_push_out_a_good_one(tmp_path: Path) -> None:
@@ -158,16 +158,15 @@ def test_a_flipped_bit_a_cut_and_a_missing_file_are_found(tmp_path: Path, capsys
     assert capsys.readouterr().out.count("ignoring checkpoint") == 3, "each is reported once"
 
 
-def test_a_checkpoint_without_its_manifest_is_damaged_and_makes_room_for_a_new_one(tmp_path: Path) -> None:
+def test_a_checkpoint_without_its_manifest_is_not_resumed_and_not_replaced(tmp_path: Path) -> None:
     previous, newest = write(tmp_path, 1), write(tmp_path, 2)
     (newest / "manifest.json").unlink()
-    with pytest.raises(UsageError, match=r"step_00000002 is damaged: .*manifest\.json is missing"):
+    with pytest.raises(UsageError, match="there is no checkpoint at"):
         checkpoint.resolve(newest)
     assert checkpoint.newest_checkpoint(tmp_path) == previous
-    checkpoint.set_aside(tmp_path)
-    assert write(tmp_path, 2) == checkpoint.newest_checkpoint(tmp_path)
-    [aside] = tmp_path.glob("step_00000002.damaged-*")
-    assert {file.name for file in aside.iterdir()} == {"model.safetensors", "trainer.json"}
+    with pytest.raises(UsageError, match=r"step_00000002 is in the way of the checkpoint, and holds .*: move it away"):
+        write(tmp_path, 2)
+    assert {file.name for file in newest.iterdir()} == {"model.safetensors", "trainer.json"}
 
 
 def flip_bit(path: Path) -> None:
@@ -204,12 +203,12 @@ def test_no_python_object_is_ever_loaded(tmp_path: Path) -> None:
 
 
 def test_killed_at_any_moment_what_is_there_is_whole(tmp_path: Path) -> None:
-    for attempt in range(30):
+    for attempt in range(12):
         folder = tmp_path / str(attempt)
         writer = FORK.Process(target=write_forever, args=(folder,))
         writer.start()
         wait_for("a checkpoint", partial(checkpoint.list_checkpoints, folder), every=0.001)
-        time.sleep(0.0071 * attempt)
+        time.sleep(0.0171 * attempt)
         assert writer.pid is not None
         os.kill(writer.pid, signal.SIGKILL)
         writer.join()
@@ -240,7 +239,7 @@ def test_every_file_has_the_rights_of_the_umask(tmp_path: Path, umask: int) -> N
 @pytest.mark.parametrize("name", [checkpoint.MODEL_FILE, "manifest.json"])
 def test_a_file_that_may_not_be_read_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     path = checkpoint.save(tmp_path, 1, {checkpoint.MODEL_FILE: {"w": torch.zeros(2)}}, {})
-    words = rf"{name} cannot be read \(Permission denied\): change its permissions"
+    words = f"{name} cannot be read: change its permissions"
     with refusing(monkeypatch, name), pytest.raises(UsageError, match=words):
         checkpoint.newest_checkpoint(tmp_path)
     assert path.exists()
@@ -256,59 +255,25 @@ def test_a_manifest_names_files_of_its_own_folder(tmp_path: Path, name: str) -> 
     assert "manifest.json is damaged: files." in (find_damage(path) or "")
 
 
-def test_a_file_that_is_in_no_manifest_is_not_read(tmp_path: Path) -> None:
-    path = write(tmp_path, 1)
-    (path / "notes.txt").write_text("a user's own")
-    (path / "._model.safetensors").write_text("what macOS adds when it copies to another file system")
-    assert find_damage(path) is None
-    (path / checkpoint.EMA_FILE).write_bytes((path / checkpoint.MODEL_FILE).read_bytes())
-    assert find_damage(path) == "ema.safetensors is not in its manifest"
-
-
-@pytest.mark.parametrize("change", [{"format": FORMAT + 1}, {"hashes": "blake3"}])
-def test_a_checkpoint_of_a_newer_version_is_no_damaged_one(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_a_checkpoint_of_a_newer_version_is_no_damaged_one(tmp_path: Path) -> None:
     """A run does not resume from an older checkpoint instead, and so does not remove a newer one."""
     write(tmp_path, 1)
     manifest = write(tmp_path, 2) / "manifest.json"
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | change))
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"hashes": "blake3"}))
     with pytest.raises(UsageError, match=r"was written by a newer version of this project .*: upgrade"):
         checkpoint.newest_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("content", [b"../step_00000001\n", b"\xff\xfe", b"", b"step_00000009", None])
-def test_what_best_may_say(tmp_path: Path, content: bytes | None) -> None:
+@pytest.mark.parametrize("content", [b"../step_00000001\n", b"\xff\xfe", b"", b"step_00000009"])
+def test_what_best_may_say(tmp_path: Path, content: bytes) -> None:
     folder, best = tmp_path / "checkpoints", tmp_path / "checkpoints/best"
     write(tmp_path, 1)
     newest = write(folder, 2)
-    if content is None:
-        best.mkdir()
-    else:
-        best.write_bytes(content)
+    best.write_bytes(content)
     assert checkpoint.best_of(folder) is None
     checkpoint.prune(newest, keep=1)
     with pytest.raises(UsageError, match="there is no checkpoint at"):
         checkpoint.resolve(best)
-
-
-def test_a_checkpoint_that_is_pruned_while_its_files_are_compared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write(tmp_path, 1)
-
-    def prune_first(path: Path, names: Any = None) -> str | None:
-        if checkpoint.step_of(path) < 4:
-            write(tmp_path, checkpoint.step_of(path) + 1, keep=1)
-        return find_damage(path)
-
-    monkeypatch.setattr(checkpoint, "find_damage", prune_first)
-    assert checkpoint.newest_checkpoint(tmp_path) == tmp_path / "step_00000004"
-    assert not capsys.readouterr().out
-
-
-def test_an_error_in_a_checkpoint_that_is_still_there_is_raised(tmp_path: Path) -> None:
-    write(tmp_path, 1)
-    with pytest.raises(UsageError, match=r"nothing\.json is missing"):
-        checkpoint.read(tmp_path, lambda source: checkpoint.load_document(source, "nothing.json"))
 
 
 def test_a_checkpoint_with_a_users_file_is_kept_and_the_others_are_pruned(
@@ -320,9 +285,3 @@ def test_a_checkpoint_with_a_users_file_is_kept_and_the_others_are_pruned(
     checkpoint.prune(tmp_path / "step_00000003", keep=1)
     assert "step_00000001 is in the way of the checkpoint, and holds notes.txt" in capsys.readouterr().out
     assert [checkpoint.step_of(path) for path in checkpoint.list_checkpoints(tmp_path)] == [1, 3]
-
-
-def test_a_file_in_the_place_of_a_checkpoint_is_none(tmp_path: Path) -> None:
-    (tmp_path / "step_00000009").touch()
-    path = write(tmp_path, 1)
-    assert checkpoint.newest_checkpoint(tmp_path) == path

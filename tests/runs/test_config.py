@@ -25,7 +25,7 @@ batch_size global_batch_size train_num_steps num_epochs optimizer learning_rate 
 lr_decay max_grad_norm mixed_precision ema_decay seed compile output_dir resume save_every
 keep_checkpoints sample_every num_samples sample_steps log_every log_with rank_timeout num_workers
 evaluate_every evaluation_samples feature_network stop_when_memorising
-import interrupted_exit_code config budget one_step dry_run
+import config budget one_step dry_run
 """
 
 
@@ -65,8 +65,6 @@ def test_underscores_and_hyphens() -> None:
         ("--evaluation_samples 1", "--evaluation_samples is 1; it must be greater than or equal to 2"),
         ("--guidance_scale nan --use_cfg", "--guidance_scale is nan; it must be a finite number"),
         ("--learning_rate inf", "--learning_rate is inf; it must be a finite number"),
-        ("--interrupted_exit_code -1", "--interrupted_exit_code is -1"),
-        ("--interrupted_exit_code 256", "--interrupted_exit_code is 256"),
     ],
 )
 def test_what_makes_no_sense_is_refused(words: str, sentence: str) -> None:

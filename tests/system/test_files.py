@@ -104,7 +104,7 @@ def test_only_regular_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
                 read(path)
     with pytest.raises(DamageError, match="nowhere is missing"):
         read_bytes(tmp_path / "nowhere")
-    words = r"file cannot be read \(Permission denied\): change its permissions"
+    words = "file cannot be read: change its permissions"
     with refusing(monkeypatch, "file"), pytest.raises(UsageError, match=words) as refused:
         read_bytes(tmp_path / "file")
     assert not isinstance(refused.value, DamageError)
@@ -130,7 +130,7 @@ class Document:
     [
         ("null", "is damaged: it is null, but input should be an object"),
         ("[]", "is damaged: it is [], but"),
-        ("{}", "is damaged: the key 'step' is missing"),
+        ("{}", "is damaged: step Field required"),
         ('{"step": "6"}', 'is damaged: step is "6", but input should be a valid integer'),
         ('{"step": 6.5}', "step is 6.5"),
         ('{"step": true}', "step is true"),
@@ -142,12 +142,12 @@ class Document:
         ('{"step": 1, "sides": [1, "2"]}', 'sides.1 is "2"'),
         ('{"step": 1, "place": 3}', "place is 3"),
         ('{"step": "' + 1000 * "x" + '"}', "xxx..., but"),
-        ("{", "cannot be read (Invalid JSON: "),
-        ("", "cannot be read (Invalid JSON: "),
-        (100_000 * "[", "cannot be read (Invalid JSON: recursion"),
-        ('{"step": ' + 5000 * "9" + "}", "cannot be read (Invalid JSON: number out of range"),
-        (b"\xff\xfe{}", "cannot be read (Invalid JSON: "),
-        (b'{"step": 1, "place": "\xff"}', "cannot be read (Invalid JSON: "),
+        ("{", "is damaged: Invalid JSON: "),
+        ("", "is damaged: Invalid JSON: "),
+        (100_000 * "[", "is damaged: Invalid JSON: recursion"),
+        ('{"step": ' + 5000 * "9" + "}", "is damaged: Invalid JSON: number out of range"),
+        (b"\xff\xfe{}", "is damaged: Invalid JSON: "),
+        (b'{"step": 1, "place": "\xff"}', "is damaged: Invalid JSON: "),
     ],
     ids=lambda value: str(value)[:30],
 )

@@ -1,6 +1,5 @@
 """Tests of two programs at once in one folder, and of the record of an output folder."""
 
-import fcntl
 import json
 import multiprocessing
 import os
@@ -20,7 +19,7 @@ from rectified_flow.runs import folder
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.folder import lock_folder, write_status
 from rectified_flow.system.files import locked
-from rectified_flow.system.outputs import RECORD, claim
+from rectified_flow.system.outputs import LOCK, RECORD, claim
 from tests.patience import PATIENCE
 
 FORK = multiprocessing.get_context("fork")
@@ -157,17 +156,4 @@ def test_programs_at_once_lose_no_name(tmp_path: Path) -> None:
         assert process.exitcode == 0
     names = json.loads((tmp_path / RECORD).read_text())["files"]
     assert sorted(names) == sorted(f"{number}-{index}.png" for number in range(PROCESSES) for index in range(NAMES))
-    assert [path.name for path in tmp_path.iterdir()] == [RECORD]
-
-
-def test_a_file_system_that_locks_no_folders_is_reported_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refuse(*_arguments: object) -> None:
-        raise OSError(37, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    for name in ("a.png", "b.png"):
-        claim(tmp_path, [name])
-    assert json.loads((tmp_path / RECORD).read_text())["files"] == ["a.png", "b.png"]
-    assert capsys.readouterr().out.count(f"warning: {tmp_path} cannot be locked (No locks available)") == 1
+    assert {path.name for path in tmp_path.iterdir()} == {RECORD, LOCK}

@@ -67,7 +67,6 @@ def test_a_full_memory_is_a_sentence() -> None:
 
 
 def test_what_the_disk_cannot_hold_is_refused(tmp_path: Path) -> None:
-    folder = tmp_path / "not" / "there"
-    require_disk(0, folder, "--flag 1", "lower it")
-    with pytest.raises(UsageError, match=rf"^--flag 1 would need at least .* of disk, and {folder} has room for "):
-        require_disk(10**21, folder, "--flag 1", "lower it")
+    require_disk(0, tmp_path, "8 rows")
+    with pytest.raises(UsageError, match=rf"^8 rows would need at least .* GB of disk, and {tmp_path} has room for "):
+        require_disk(10**21, tmp_path, "8 rows")

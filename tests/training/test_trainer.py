@@ -169,29 +169,6 @@ def test_old_metrics_are_kept_when_a_run_starts_anew(tmp_path: Path, flowers: Im
     assert (tmp_path / "metrics.old.jsonl").exists()
 
 
-def branch_off(config: TrainingConfig, dataset: ImageDataset) -> str:
-    with pytest.raises(ValueError, match="choose another --output_dir") as refusal:
-        train(config, dataset)
-    return str(refusal.value)
-
-
-def test_resuming_from_a_named_checkpoint(tmp_path: Path, flowers: ImageDataset) -> None:
-    old = tiny_config(tmp_path / "old", train_num_steps=8, save_every=4)
-    run_on_ranks(1, train, old, flowers)
-    named = tmp_path / "old/checkpoints/step_00000004"
-    new = tiny_config(tmp_path / "new", train_num_steps=8, save_every=4, resume=str(named))
-    run_on_ranks(1, train, new, flowers)
-    weights = "checkpoints/step_00000008/model.safetensors"
-    assert (tmp_path / "new" / weights).read_bytes() == (tmp_path / "old" / weights).read_bytes()
-    assert list(losses(tmp_path / "new")) == [8]
-    back = tiny_config(tmp_path / "old", train_num_steps=8, resume=str(named))
-    [sentence] = run_on_ranks(1, branch_off, back, flowers)
-    assert "has newer checkpoints than" in sentence
-    unrelated = tiny_config(tmp_path / "old", resume=str(tmp_path / "new"))
-    [sentence] = run_on_ranks(1, branch_off, unrelated, flowers)
-    assert "those of a run with another start" in sentence
-
-
 def test_epochs_are_counted_in_images_when_the_batch_changes(tmp_path: Path, flowers: ImageDataset) -> None:
     epochs: dict[str, Any] = {"train_num_steps": None, "num_epochs": 1, "num_samples": 0}
     first = tiny_config(tmp_path, **epochs, save_every=1)
