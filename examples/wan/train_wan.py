@@ -88,7 +88,7 @@ class LoraFile(Callback):
     """The averaged LoRA as a file for the pipeline's ``load_lora_weights``, written at each checkpoint."""
 
     def on_checkpoint(self, trainer: Trainer, path: Path) -> None:
-        """Write the file; a full disk is reported and does not end the run."""
+        """Write the file."""
         from diffusers import WanPipeline
         from peft import get_peft_model_state_dict
 
@@ -96,13 +96,10 @@ class LoraFile(Callback):
             return
         network = trainer.averaged_flow.network
         assert isinstance(network, WanNetwork)
-        try:
-            with TemporaryDirectory(dir=trainer.config.output_dir) as stage:
-                layers: Any = get_peft_model_state_dict(network.transformer)
-                WanPipeline.save_lora_weights(stage, weight_name=LORA_FILE, transformer_lora_layers=layers)
-                write_output(trainer.config.output_dir / LORA_FILE, (Path(stage) / LORA_FILE).read_bytes())
-        except OSError as error:
-            trainer.run.print(f"warning: the LoRA of step {trainer.state.step} could not be written ({error})")
+        with TemporaryDirectory(dir=trainer.config.output_dir) as stage:
+            layers: Any = get_peft_model_state_dict(network.transformer)
+            WanPipeline.save_lora_weights(stage, weight_name=LORA_FILE, transformer_lora_layers=layers)
+            write_output(trainer.config.output_dir / LORA_FILE, (Path(stage) / LORA_FILE).read_bytes())
 
 
 def train(flags: WanFlags) -> bool:

@@ -90,20 +90,11 @@ class Latents(StoredLatents):
         autoencoder: autoencoder that encoded the pictures.
         image_size: short side of the pictures [px].
         shape: shape ``(c, h, w)`` of the latents; by default, that of the latents of a square picture.
-        mean: mean of each channel.
-        std: standard deviation of each channel.
+        scale: ``mean`` and ``std`` of each channel.
     """
 
-    def __init__(
-        self,
-        autoencoder: Autoencoder,
-        image_size: int,
-        shape: Shape | None = None,
-        *,
-        mean: Sequence[float] = (),
-        std: Sequence[float] = (),
-    ) -> None:
-        super().__init__(shape or autoencoder.shape_of(image_size)[1:], mean, std)
+    def __init__(self, autoencoder: Autoencoder, image_size: int, shape: Shape | None = None, **scale: Any) -> None:
+        super().__init__(shape or autoencoder.shape_of(image_size)[1:], **scale)
         self.autoencoder: Autoencoder = autoencoder
         self.image_size = image_size
         self._pixels = Pixels(self.picture_shape)
@@ -256,10 +247,10 @@ def encode_pictures(pictures: ImageDataset, autoencoder: Autoencoder, *, mirrore
 
     def document() -> dict[str, Any]:
         mean, std = channel_scales(writer.stage / LATENTS_FILE, writer.length, writer.shapes[LATENTS_FILE])
-        scaled = Latents(autoencoder, info.image_size, space.shape, mean=mean, std=std)
+        described = describe(space) | {"mean": mean, "std": std}
         more = {name: getattr(info, name) for name in ("source", "image_size", "class_names")}
-        described = {"space": describe(scaled), "pictures": pictures.fingerprint, "framing": asdict(framing)}
-        return {"labels": pictures.labels, **described, **more}
+        more |= {"space": described, "pictures": pictures.fingerprint, "framing": asdict(framing)}
+        return {"labels": pictures.labels, **more}
 
     with claimed(writer) as is_missing:
         if is_missing:

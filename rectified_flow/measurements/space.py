@@ -199,17 +199,9 @@ class Fields(Space):
             sources = cls.of(partner, shape, value_range=value_range, transform=transform, show=show)
             if len(sources.low) != len(low):
                 raise UsageError(f"--source_path has {len(sources.low)} channels: sources need {len(low)} channels")
-        return replace(
-            stored,
-            shape=(len(low), *shape[1:]),
-            low=low,
-            high=high,
-            transform=chosen,
-            show=show or stored.show,
-            horizontal_flip=horizontal_flip,
-            augmentation=augmentation,
-            sources=sources,
-        )
+        scale: dict[str, Any] = {"low": low, "high": high, "transform": chosen, "sources": sources}
+        draws: dict[str, Any] = {"horizontal_flip": horizontal_flip, "augmentation": augmentation}
+        return replace(stored, shape=(len(low), *shape[1:]), show=show or stored.show, **scale, **draws)
 
     def augment(self, data: Tensor) -> tuple[Tensor, Values]:
         """Draw a random part of each row, mirrored and augmented if the space does so; float32 in physical units."""
@@ -277,15 +269,9 @@ class Fields(Space):
     def on_page(self) -> dict[str, Any]:
         """Return the conversion to physical units, and the colours by which fields are shown."""
         legend = self.legend
-        return {
-            "low": list(self.low),
-            "high": list(self.high),
-            "transform": describe(self.transform),
-            "files": self.files,
-            "shown": self.shown,
-            "colours": None if legend is None else legend.colours.tolist(),
-            "ends": None if legend is None else [legend.least, legend.greatest],
-        }
+        scale = {"low": list(self.low), "high": list(self.high), "transform": describe(self.transform)}
+        ends = {} if legend is None else {"colours": legend.colours.tolist(), "ends": [legend.least, legend.greatest]}
+        return {**scale, "files": self.files, "shown": self.shown, **ends}
 
     @property
     def summary(self) -> str:

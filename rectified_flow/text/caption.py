@@ -89,16 +89,14 @@ class Caption(WrittenCondition):
         writer = StoreWriter(folder / f"captions-{key}", len(texts), "captions")
 
         def make(numbers: Sequence[int]) -> Mapping[str, Tensor]:
-            encoder.to_device(state.device)
+            encoder.parts[1].to(state.device)  # shared by all flows of this process
             return {"captions": encoded[numbers].half()}
-
-        def describe() -> dict[str, Any]:
-            return {"source": f"captions by {encoder.name}", "image_size": 1}
 
         with claimed(writer) as is_missing:
             if is_missing:
-                fill(writer, make, describe, batch_size=TEXTS_AT_ONCE)
-        encoder.to_device(torch.device("cpu"))  # the CPU suffices for prompts
+                described = {"source": f"captions by {encoder.name}", "image_size": 1}
+                fill(writer, make, lambda: described, batch_size=TEXTS_AT_ONCE)
+        encoder.parts[1].to("cpu")  # the CPU suffices for prompts
         return replace(encoded, store=StoreDataset(writer.path))
 
     def scores(self, values: Tensor, pictures: Tensor) -> dict[str, float]:

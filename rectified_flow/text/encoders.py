@@ -135,10 +135,6 @@ class PretrainedTextEncoder(Pretrained, TextEncoder):  # type: ignore[override]
         files = {"file": TEXT_FILE, "tokenizer": TOKENIZER_FILE}
         return {"kind": "program", **files, "most_tokens": self.most_tokens, "pools": self.pools}
 
-    def to_device(self, device: torch.device) -> None:
-        """Move the module, which all flows of this process share, to a device."""
-        self.parts[1].to(device)
-
     @property
     def pools(self) -> bool:
         """Whether the vector of a text is the module's pooled output."""
@@ -216,8 +212,9 @@ class EncoderProgram:
         for text in self.texts:  # alone, as padding is not used
             given = encoder.tokenize([text])
             pairs += zip(run(given), encoder.vectors(**given), strict=True)
-        files = {TEXT_FILE: content, TOKENIZER_FILE: _tokenizer_file(encoder)}
-        return files, check_program(pairs, "text encoder", in_half)
+        document = json.loads(encoder.parts[0].backend_tokenizer.to_str()) | {"padding": None, "truncation": None}
+        tokenizer = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
+        return {TEXT_FILE: content, TOKENIZER_FILE: tokenizer}, check_program(pairs, "text encoder", in_half)
 
 
 class TextCall(nn.Module):
@@ -230,10 +227,3 @@ class TextCall(nn.Module):
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
         """Return float32 ``[b, size]`` and ``[b, n, size]`` of int64 ``[b, n]``."""
         return self.encoder.vectors(input_ids, attention_mask)
-
-
-def _tokenizer_file(encoder: PretrainedTextEncoder) -> bytes:
-    """Return the contents of ``tokenizer.json``, without the padding and truncation of the latest call."""
-    backend = encoder.parts[0].backend_tokenizer
-    document = json.loads(backend.to_str()) | {"padding": None, "truncation": None}
-    return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()

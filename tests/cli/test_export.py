@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -18,19 +18,18 @@ from torch import Tensor
 from rectified_flow.cli import export as exporting
 from rectified_flow.cli.export import MODEL_FILE, newest_samples, page_sources
 from rectified_flow.condition import LARGEST, AugmentationLabels, Labels, Number, Picture, with_map
-from rectified_flow.errors import RunError, UsageError
+from rectified_flow.errors import RunError
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.flow_map import FlowMap
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.latents.space import Latents
 from rectified_flow.networks.unet import Unet
-from rectified_flow.registry import register
 from rectified_flow.spaces.degradations import Downsample, Mask
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.system.outputs import RECORD
 from rectified_flow.text.caption import Caption
-from rectified_flow.text.encoders import BagOfWords, TextEncoder
+from rectified_flow.text.encoders import BagOfWords
 from tests.extension.own_autoencoder import Haar
 from tests.programs import call, stand_in
 from tests.test_load import FLOWS, write
@@ -239,16 +238,6 @@ def test_a_text_encoder_is_exported_beside_the_model(
     assert (found - velocity).abs().max() <= largest * velocity.abs().max()
 
 
-@register
-class Lengths(TextEncoder):
-    """An encoder that the page does not know."""
-
-    name, fingerprint, size, most_tokens = "the lengths", "lengths", 1, 0
-
-    def encode(self, texts: Sequence[str], tokens: int = 0) -> Tensor:
-        return torch.tensor([[len(text)] for text in texts]).float()[:, None]
-
-
 @pytest.mark.parametrize("returned", [1.0, float("nan")])
 def test_a_program_that_differs_is_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, returned: float
@@ -330,9 +319,3 @@ def test_the_page_is_served_and_opened(
     export_page(tmp_path, "--open")
     assert contents == [(tmp_path / "exported/model.json").read_bytes()]
     assert f"server      {opened[0]}, until Ctrl-C" in capsys.readouterr().out
-
-
-def test_a_page_that_cannot_run_the_text_encoder_is_refused(tmp_path: Path) -> None:
-    write(RectifiedFlow(small(text=Caption(Lengths(), 1, 0, ("a",))), space=Pixels((3, 8, 8))), tmp_path)
-    with pytest.raises(UsageError, match="cannot run the text encoder the lengths"):
-        call("export.py", "--checkpoint", tmp_path, "--format", "page")

@@ -2,7 +2,6 @@
 
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,23 +9,15 @@ import pytest
 from PIL import Image
 
 from rectified_flow.cli.data import add_source, open_pictures
-from rectified_flow.data import open as catalog
 from rectified_flow.data.config import DataConfig, SourceConfig
-from rectified_flow.data.sources.synthetic_flowers import SyntheticFlowers
 from rectified_flow.load import load_flow
 from tests.contract.kinds import COUNT, LAST, SIDE, Runs, sample, write_png
-from tests.programs import assert_refused, printed
+from tests.programs import assert_refused
 
 
 @pytest.fixture
 def cutouts(kind_runs: Callable[[str], Runs]) -> Runs:
     return kind_runs("cutouts")
-
-
-def printed_of_few(words: str) -> str:
-    """Return the printed text of a program whose drawn flowers are few."""
-    setattr(catalog, "SyntheticFlowers", partial(SyntheticFlowers, count=64))  # noqa: B010 -- in a process of its own
-    return printed(words)
 
 
 def test_samples_have_transparency_and_the_grid_has_none(cutouts: Runs, tmp_path: Path) -> None:

@@ -9,17 +9,16 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 
 from rectified_flow.data.sources.synthetic_flowers import SPECIES, draw_flower
 from rectified_flow.errors import UsageError
 from rectified_flow.latents import space as latents_module
-from rectified_flow.latents.autoencoders import WEIGHTS, PretrainedAutoencoder, Small
+from rectified_flow.latents.autoencoders import PretrainedAutoencoder, Small
 from rectified_flow.latents.space import Latents
 from rectified_flow.randomness import BatchRows, deterministic
 from rectified_flow.registry import build, describe
 from tests.extension.own_autoencoder import Haar
-from tests.latents.tiny_autoencoders import FRAMES, TINY, save_tiny
+from tests.latents.tiny_autoencoders import TINY, save_tiny
 
 
 def space_of_two() -> Latents:
@@ -91,7 +90,7 @@ def test_a_pretrained_one_encodes_and_decodes_as_diffusers_does(folder: Callable
     mean, spread = autoencoder.encode(pictures)
     module: Any = type(TINY[kind]()).from_pretrained(folder(kind)).eval()
     with torch.no_grad():
-        encoded = module.encode(pictures[:, :, None] if kind in FRAMES else pictures)
+        encoded = module.encode(pictures[:, :, None] if kind == "AutoencoderKLWan" else pictures)
         distribution = getattr(encoded, "latent_dist", None)
         expected = encoded[0] if distribution is None else distribution.mean
         decoded = module.decode(expected).sample
@@ -126,12 +125,8 @@ def test_that_of_a_pipeline_is_found(tmp_path: Path) -> None:
     [
         ({"architectures": 5}, "is not an autoencoder of diffusers"),
         ({"_class_name": "UNet2DModel"}, "is not an autoencoder of diffusers, but of the class UNet2DModel"),
-        ({"_class_name": "AutoModel"}, "is not an autoencoder of diffusers, but of the class AutoModel"),
         ({"_class_name": "AutoencoderKL"}, "cannot be loaded"),
-        ({"_class_name": 5}, "is not an autoencoder of diffusers"),
-        (KL | {"block_out_channels": []}, "cannot be loaded"),
         (KL | {"block_out_channels": "wide"}, "cannot be loaded"),
-        (KL | {"latent_channels": "4"}, "cannot be loaded"),
         ({}, "is not an autoencoder of diffusers"),
         (None, "cannot be found"),
     ],
@@ -151,11 +146,8 @@ def test_what_is_none_is_refused(tmp_path: Path, config: dict[str, Any] | None, 
 
 
 def test_a_size_that_it_cannot_halve_is_refused(folder: Callable[[str], Path]) -> None:
-    wan, wan22 = (PretrainedAutoencoder(str(folder(kind))) for kind in ("AutoencoderKLWan", "Wan2.2"))
     with pytest.raises(UsageError, match=r"--image_size 30 cannot be halved .*: pass a power of two"):
-        wan.shape_of(30)
-    with pytest.raises(UsageError, match=r"--image_size 30 cannot be halved as often as"):
-        wan22.shape_of(30)
+        PretrainedAutoencoder(str(folder("AutoencoderKLWan"))).shape_of(30)
     with pytest.raises(UsageError, match=r"--image_size 30 cannot be halved as often as --autoencoder haar does"):
         Haar().shape_of(30)
 
@@ -194,13 +186,6 @@ def test_reconstructions_of_drawn_pictures_are_nearer_than_those_of_a_reduction(
 def test_latents_are_bounded() -> None:
     latents, _ = Small().encode(torch.rand(4, 3, 64, 64) * 2 - 1)
     assert latents.abs().max() <= 3
-
-
-def test_its_weights_are_half_precision_and_at_most_two_million() -> None:
-    weights = load_file(WEIGHTS)
-    assert {each.dtype for each in weights.values()} == {torch.float16}
-    assert sum(each.numel() for each in weights.values()) <= 2_000_000
-    assert WEIGHTS.stat().st_size <= 4_000_000
 
 
 def test_a_flow_of_other_weights_is_refused() -> None:
