@@ -74,7 +74,6 @@ def test_three_channels_as_colours() -> None:
         ({"show": "3"}, "names no channels from 1 to 2"),
         ({"show": "1:rainbows"}, "no colour map rainbows"),
         ({"low": (0.0, 1.0), "high": (1.0, 1.0)}, r"ranges are \(0.0, 1.0\) to \(1.0, 1.0\): pass MIN below MAX"),
-        ({"low": (0.0, 1.0), "high": (1.0, 2.0), "transform": Log()}, "both with a finite Log"),
     ],
 )
 def test_bad_arguments(how: dict[str, object], sentence: str) -> None:
