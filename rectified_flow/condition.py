@@ -41,12 +41,8 @@ class Condition(ABC):
     def draw(self, name: str, count: int, device: torch.device) -> Tensor:
         """Draw ``count`` values for samples whose caller gives none; by default "none" for every row.
 
-        Random draws come from :mod:`rectified_flow.randomness`, so that a sample does not depend on its batch.
-
-        Args:
-            name: the name of the condition, which names its stream of random draws.
-            count: number of values.
-            device: the device of the values.
+        Random draws come from :mod:`rectified_flow.randomness`, from a stream that ``name``, the name of the condition,
+        selects, so that a sample does not depend on its batch.
         """
         return self.none(count, device)
 
@@ -103,13 +99,7 @@ class WrittenCondition(Condition):
         """Return the values ``[n, ...]`` of texts."""
 
     def stored(self, texts: Sequence[str], folder: Path, state: Any) -> Any:
-        """Return the values of a column, indexed by a list of numbers.
-
-        Args:
-            texts: the texts of the column.
-            folder: a folder for encoded values.
-            state: state of the processes, which all call this function.
-        """
+        """Return the values of a column, indexed by a list of numbers; ``folder`` keeps encoded values. Collective."""
         return self.parse(texts)
 
     def targets(self, values: Tensor) -> Tensor | None:
@@ -119,9 +109,7 @@ class WrittenCondition(Condition):
     def scores(self, values: Tensor, pictures: Tensor) -> dict[str, float]:
         """Return further scores of how well samples suit their values ``[n, ...]``.
 
-        Args:
-            values: the values.
-            pictures: features ``[1 + v, n, d]`` of the real pictures, and of their samples.
+        ``pictures`` are the features ``[1 + v, n, d]`` of the real pictures and of their samples.
         """
         return {}
 
@@ -226,11 +214,7 @@ class Number(WrittenCondition):
     """Numbers, float32 ``[b]``; NaN stands for "none".
 
     The network gets the quantile rank of a number in the training data. Numbers outside of the training range are
-    clamped to it.
-
-    Args:
-        quantiles: quantiles of the training data in ascending order, at equal distances from their minimum to their
-            maximum.
+    clamped to it. The quantiles ascend, at equal distances from the minimum of the training data to the maximum.
     """
 
     column_type: ClassVar[str] = "number"
@@ -348,9 +332,6 @@ class AugmentationLabels(Condition):
     """Numbers, float32 ``[b, size]``, that describe the augmentation of a row; zeros for none.
 
     The data space gives them in training, and sampling sets them to zero. They are neither dropped nor guided by.
-
-    Args:
-        size: number of numbers.
     """
 
     size: int

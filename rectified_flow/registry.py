@@ -64,17 +64,7 @@ def names(role: Role | type, but: type | None = None) -> list[str]:
 
 
 def find(flag: str, role: Role | type, name: str, but: type | None = None) -> Any:
-    """Return the function or class that is registered under ``name``.
-
-    Args:
-        flag: the flag that names it, for the error.
-        role: the purpose of a function, or the base class of a class.
-        name: its registered name.
-        but: a base class whose subclasses are left out.
-
-    Raises:
-        UsageError: if nothing of this role has that name; the sentence lists the names.
-    """
+    """Return what :func:`names` has under ``name``; the error names ``flag`` and lists the names."""
     known = names(role, but)
     choices = " or ".join(known) or "another"
     if name not in known:

@@ -65,11 +65,10 @@ def wave_numbers(height: int, width: int) -> Tensor:
 
 
 def shell_means(power: Tensor) -> Tensor:
-    """Average the power of modes ``[c, h, w]`` over the directions of the wave.
+    """Average the power of modes ``[c, h, w]`` over the directions of the wave, in shells 1 to ``min(h, w) // 2``.
 
-    Returns:
-        The means ``[c, k]`` over shells 1, 2, ..., ``min(h, w) // 2``. Shell k has the modes with wave numbers from
-        k - 1/2 to k + 1/2. Modes in the corners, beyond the last shell, are left out.
+    Shell k has the modes with wave numbers from k - 1/2 to k + 1/2. Modes in the corners, beyond the last shell, are
+    left out.
     """
     last = min(power.shape[-2:]) // 2
     shells = (wave_numbers(*power.shape[-2:]) + 0.5).long().clamp(max=last + 1).flatten().to(power.device)
@@ -78,7 +77,7 @@ def shell_means(power: Tensor) -> Tensor:
 
 
 def spectrum(fields: Tensor) -> Tensor:
-    """Compute the power spectrum of each channel, averaged over directions and fields.
+    """Compute the power spectrum of each channel of fields ``[n, c, h, w]``, averaged over directions and fields.
 
     The power of a mode is |DFT|^2 / (number of known pixels), where the DFT is of the deviations from the mean over the
     known pixels of the field, and an unknown pixel has the deviation 0. The mean power of all h * w modes is the
@@ -86,12 +85,8 @@ def spectrum(fields: Tensor) -> Tensor:
     share of known pixels if these are many. Gaps smooth the spectrum of other fields (Hivon et al. 2002,
     arXiv:astro-ph/0105302).
 
-    Args:
-        fields: fields ``[n, c, h, w]``.
-
-    Returns:
-        The power in squared units of the channel, float64 ``[c, k]``, in the shells of :func:`shell_means`; NaN for a
-        channel without known pixels.
+    The result is in squared units of the channel, float64 ``[c, k]``, in the shells of :func:`shell_means`, and NaN for
+    a channel without known pixels.
     """
     spectra = list[Tensor]()
     for some in fields.split(max(1, AT_ONCE // fields[0].numel())):
@@ -105,9 +100,7 @@ def spectrum(fields: Tensor) -> Tensor:
 def correlations(fields: Tensor) -> Tensor:
     """Compute Pearson's correlation coefficient of each pair of channels, over all pixels that are known in both.
 
-    Returns:
-        The coefficients of the pairs (1, 2), (1, 3), ..., (2, 3), ..., float64 ``[c * (c - 1) / 2]``; 0 where they are
-        undefined.
+    The pairs are (1, 2), (1, 3), ..., (2, 3), ...; a coefficient is 0 where it is undefined.
     """
     values = [_correlation(fields[:, pair]) for pair in combinations(range(fields.shape[1]), 2)]
     return torch.tensor(values, dtype=torch.float64)

@@ -78,11 +78,7 @@ class Log(Transform):
 @register
 @dataclass(frozen=True)
 class Asinh(Transform):
-    """The inverse hyperbolic sine: linear for values below ``scale``, logarithmic far above, and defined for all.
-
-    Args:
-        scale: magnitude at which the logarithmic part begins, in the unit of the data.
-    """
+    """The inverse hyperbolic sine: linear for values below ``scale``, logarithmic far above, and defined for all."""
 
     scale: Annotated[float, Gt(0)] = 1.0
 

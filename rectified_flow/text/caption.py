@@ -48,10 +48,8 @@ class Caption(WrittenCondition):
     def fit(cls, texts: Sequence[str], **options: Any) -> Self:
         """Return captions for the texts of a column.
 
-        Args:
-            texts: the texts.
-            options: ``text_encoder``, folder or hub id of the encoder, a bag of words if it is None, and
-                ``text_tokens``, number of tokens of a caption that a network attends to.
+        The options are ``text_encoder``, folder or hub id of the encoder, a bag of words if it is None, and
+        ``text_tokens``, number of tokens of a caption that a network attends to.
         """
         source = options.get("text_encoder")
         encoder = BagOfWords.of(texts) if source is None else PretrainedTextEncoder(source)

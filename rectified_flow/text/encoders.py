@@ -34,15 +34,10 @@ class TextEncoder(ABC):
 
     @abstractmethod
     def encode(self, texts: Sequence[str], tokens: int = 0) -> Tensor:
-        """Encode texts as a vector each, followed by the vectors of their first tokens.
+        """Encode texts as float32 ``[n, 1 + tokens, size]`` on the CPU.
 
-        Args:
-            texts: the texts.
-            tokens: number of tokens; shorter texts are padded with NaN.
-
-        Returns:
-            float32 ``[n, 1 + tokens, size]`` on the CPU. The first vector is of length 1, or NaN if nothing in the
-            text is known.
+        The first vector of a text is of length 1, or NaN if nothing in the text is known. The vectors of its first
+        tokens follow, padded with NaN.
         """
 
     def exported(self) -> dict[str, Any] | None:
@@ -57,11 +52,7 @@ def words_of(text: str) -> list[str]:
 
 @register
 class BagOfWords(TextEncoder):
-    """An encoder that counts words, and ignores their order and all other words.
-
-    Args:
-        words: the known words.
-    """
+    """An encoder that counts known words, and ignores their order and all other words."""
 
     name = "bag of words"
 
