@@ -1,12 +1,14 @@
 """Checkpoints: folders with the weights of a flow and everything that a run resumes from, whole or absent."""
 
 import json
+import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
+from secrets import token_hex
 from typing import Annotated, Any
 
 import torch
@@ -177,13 +179,24 @@ def best_of(folder: Path) -> Path | None:
 
 def is_checkpoint(path: Path) -> bool:
     """Return whether ``path`` is a checkpoint, which may be damaged."""
-    return (path / MANIFEST).exists()
+    with reading(path / MANIFEST):
+        return (path / MANIFEST).exists() or (path / STATE_FILE).exists()
+
+
+def set_aside(folder: Path) -> None:
+    """Rename the checkpoints in ``folder`` without a manifest, which are not removed: nothing proves whose they are."""
+    for path in list_checkpoints(folder):
+        if not (path / MANIFEST).exists():
+            aside = path.rename(path.with_name(f"{path.name}.damaged-{token_hex(2)}"))
+            tqdm.write(f"note: {path} has no manifest and is called {aside.name} from now on")
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints in ``folder``, oldest first."""
-    found = sorted(folder.glob("step_*"), key=lambda path: path.name)
-    return [path for path in found if NAME.fullmatch(path.name) and is_checkpoint(path)]
+    """Return the checkpoints in ``folder``, oldest first; a UsageError if the folder may not be read."""
+    names = list[str]()
+    with suppress(DamageError), reading(folder):  # the path may be missing or not a folder
+        names = sorted(os.listdir(folder))
+    return [folder / name for name in names if NAME.fullmatch(name) and is_checkpoint(folder / name)]
 
 
 def newest_checkpoint(folder: Path, names: Collection[str] | None = None) -> Path | None:

@@ -94,8 +94,12 @@ def write_status(folder: Path, state: RunState, step: int, total_steps: int, mes
     status: dict[str, Any] = {"state": state, "step": step, "total_steps": total_steps, "message": message}
     status |= {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "host": platform.node(), "pid": os.getpid()}
     status["id"] = read_status(folder).get("id") or uuid.uuid4().hex[:12]  # the same after every restart
-    with suppress(OSError):
-        replace_file(folder / STATUS_FILE, json.dumps(status, indent=1))
+    text = json.dumps(status, indent=1)
+    try:
+        replace_file(folder / STATUS_FILE, text)
+    except OSError:
+        with suppress(OSError):  # overwriting the old file needs no more space
+            (folder / STATUS_FILE).write_text(text)
     return str(status["id"])
 
 

@@ -6,6 +6,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from accelerate import Accelerator
 from tqdm.auto import tqdm
 
@@ -14,7 +15,7 @@ from rectified_flow.flags import flags_in
 from rectified_flow.runs.checkpoint import step_name
 from rectified_flow.system.files import flush, parse_document, read_bytes, replace_file
 from rectified_flow.system.outputs import claim
-from rectified_flow.system.pictures import Grid, Panel, draw_panels, encode_picture
+from rectified_flow.system.pictures import Grid, Line, Panel, draw_panels, encode_picture
 
 PROJECT = "rectified-flow"
 
@@ -183,10 +184,15 @@ class RunLog:
     def draw_loss(self) -> None:
         """Plot the training loss over the steps, and below it the held-out loss if it is measured."""
         with self.tolerant("loss plot"):
-            losses = {"mean since the line before": self._metrics.numbers("loss")}
-            panels = [Panel(losses, "training loss", "step", "loss")]
+            losses = self._metrics.numbers("loss")
+            lines: dict[str, Line] = {"mean since the line before": losses}
+            window = max(1, len(losses) // 20)
+            if len(losses) > window:
+                means = np.convolve([*losses.values()], np.ones(window) / window, "valid")
+                lines[f"mean of {window}"] = dict(zip([*losses][window - 1 :], means.tolist(), strict=True))
+            panels = [Panel(lines, "training loss", "step", "loss", log_y=len(lines) > 1)]
             names = {"heldout_loss": "held-out pictures", "seen_loss": "as many training pictures"}
-            compared = {name: self._metrics.numbers(key) for key, name in names.items()}
+            compared = {name: _changes(self._metrics.numbers(key)) for key, name in names.items()}
             if any(compared.values()):
                 panels.append(Panel(compared, "the same loss on both", "step", "squared error of the velocity"))
             draw_panels(self.loss_plot, panels)
@@ -198,3 +204,9 @@ class RunLog:
             yield
         except kinds as error:  # any by default, since each tracker has its own exceptions
             tqdm.write(f"warning: could not write {what} of {self.folder} ({first_line(error)}); training continues")
+
+
+def _changes(numbers: Mapping[int, float]) -> dict[int, float]:
+    """Drop numbers that equal the one before, as a line of metrics repeats the last measurement."""
+    values = [None, *numbers.values()]
+    return {step: now for (step, now), before in zip(numbers.items(), values, strict=False) if now != before}

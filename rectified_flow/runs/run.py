@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
@@ -38,19 +38,38 @@ class BackgroundSaver:
         self.config = config
         self._thread = ThreadPoolExecutor(1, "saver")
         self._writing: Future[Path | None] | None = None
+        self._copies: dict[tuple[str, str], Tensor] = {}
         self._problem = ""
         """The reason why the last step was not saved; empty if it was saved."""
 
     def save(self, step: int, tensors: Tensors, write: Callable[[Tensors], Path]) -> None:
-        """Copy the tensors, and call ``write`` with the copies in the background, after the previous checkpoint."""
-        self.wait()
-        # A copy in any case: on a CPU, too, the next step changes the weights while these are written. It has the order
-        # in which it is written. Else torch would reorder it in worker threads of this thread's own, and OpenMP slows
-        # down all of a process that has more of them than cores.
-        how: dict[str, Any] = {"device": "cpu", "memory_format": torch.contiguous_format, "copy": True}
-        copies = {file: {name: value.to(**how) for name, value in of.items()} for file, of in tensors.items()}
+        """Copy the tensors, and call ``write`` with the copies in the background.
+
+        If the disk is still busy with the previous checkpoint after half of the run's rank timeout, this one is left
+        out, because the other ranks wait and would time out.
+        """
+        try:
+            self.wait(self.config.rank_timeout / 2)
+        except TimeoutError:
+            tqdm.write(f"warning: step {step} is not saved: the previous checkpoint is still being written")
+            self._problem = "the disk is too slow"
+            return
+        # A copy in any case: on a CPU, too, the next step changes the weights while these are written.
+        copies = {
+            file: {name: self._copy(file, name, value) for name, value in of.items()} for file, of in tensors.items()
+        }
         self._problem = ""
         self._writing = self._thread.submit(self._write, step, copies, write)
+
+    def _copy(self, file: str, name: str, value: Tensor) -> Tensor:
+        """Copy a tensor into memory that is kept for it till the run ends, as new memory costs more than copying.
+
+        The copy has the order in which it is written. Else torch would reorder it in worker threads of this thread's
+        own, and OpenMP slows down all of a process that has more of them than cores.
+        """
+        if (file, name) not in self._copies:
+            self._copies[file, name] = torch.empty_like(value, device="cpu", memory_format=torch.contiguous_format)
+        return self._copies[file, name].copy_(value)
 
     def wait(self, seconds: float | None = None) -> Path | None:
         """Wait for the checkpoint in writing, and return its path; None if there is none, or writing it failed.
@@ -173,6 +192,7 @@ class Run:
     def _open(self) -> None:
         step = self.progress()[0]
         run_id = self.write_status(running=True)
+        checkpoint.set_aside(self.config.checkpoints)
         folder.write_config(self.config.output_dir, self.document)
         self.log = RunLog(self.accelerator, self.config.output_dir, step)
         self.saver = BackgroundSaver(self.config)

@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from errno import EACCES, EMFILE, ENFILE, ENOENT, ENOMEM, EPERM, ESTALE, ETIMEDOUT
 from functools import cache
 from hashlib import file_digest
 from io import BufferedReader
@@ -17,6 +18,8 @@ from filelock import FileLock, Timeout
 from rectified_flow.errors import BusyError, DamageError, NewerError, RunError, UsageError
 from rectified_flow.system.terminal import warn_once
 
+NO_DAMAGE = (EACCES, EPERM, EMFILE, ENFILE, ENOMEM, ESTALE, ETIMEDOUT)
+"""Error numbers that do not indicate damage: missing rights, a busy network disk or too many open files."""
 LONGEST = 100  # maximum length of a refused path or value in an error message
 LOCK_TIMEOUT = 10.0
 """Time to wait for a process that is ending; loader processes may outlive a killed run by five seconds [s]."""
@@ -92,17 +95,17 @@ def reading(path: Path) -> Iterator[None]:
     """Turn an error in reading ``path`` into a sentence.
 
     Raises:
-        UsageError: if its rights forbid reading it, which is no damage.
+        UsageError: if its rights forbid reading it, or the system cannot read it now.
         DamageError: on any other error of the operating system.
     """
     try:
         yield
-    except PermissionError as error:
-        raise UsageError(f"{error.filename or path} cannot be read: change its permissions") from error
     except OSError as error:
-        is_missing = isinstance(error, FileNotFoundError)
-        problem = "is missing" if is_missing else f"cannot be read ({error.strerror or error})"
-        raise DamageError(f"{error.filename or path} {problem}") from error
+        problem = "is missing" if error.errno == ENOENT else f"cannot be read ({error.strerror or error})"
+        sentence = f"{error.filename or path} {problem}"
+        if error.errno in NO_DAMAGE:
+            raise UsageError(f"{sentence}: change its permissions, or try again") from error
+        raise DamageError(sentence) from error
 
 
 @contextmanager

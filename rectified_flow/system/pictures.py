@@ -234,6 +234,7 @@ class Panel:
     title: str
     x_label: str
     y_label: str
+    log_y: bool = False
 
 
 def draw_panels(path: Path, panels: Sequence[Panel]) -> None:
@@ -249,6 +250,12 @@ def draw_panels(path: Path, panels: Sequence[Panel]) -> None:
         axes.set(xlabel=panel.x_label, ylabel=panel.y_label, title=panel.title)
         for name, points in panel.lines.items():
             axes.plot([*points], [*points.values()], label=name, marker="." if len(points) < 40 else None)
+        if panel.log_y:
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter("{x:g}")
+            low, high = axes.get_ylim()
+            if high < 100 * low:  # else the labels would overlap
+                axes.yaxis.set_minor_formatter("{x:g}")
         if len(panel.lines) > 1:
             axes.legend()
         axes.grid(alpha=0.3, which="both")

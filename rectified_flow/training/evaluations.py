@@ -193,7 +193,7 @@ class EvaluationHook(Measurement):
         name = self.evaluator.headline
         numbers = self.file.numbers(name)
         title = "{num_samples} samples against {num_real} of {dataset}".format(**self.settings)
-        panels = [Panel({name: numbers}, title, "step", name)]
+        panels = [Panel({name: numbers}, title, "step", name, log_y=len(numbers) > 1)]
         names = {"copies": "samples", "copies_by_chance": "held-out pictures"}
         copies = {label: self.file.numbers(key) for key, label in names.items()}
         if any(copies.values()):

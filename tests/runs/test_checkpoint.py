@@ -158,15 +158,16 @@ def test_a_flipped_bit_a_cut_and_a_missing_file_are_found(tmp_path: Path, capsys
     assert capsys.readouterr().out.count("ignoring checkpoint") == 3, "each is reported once"
 
 
-def test_a_checkpoint_without_its_manifest_is_not_resumed_and_not_replaced(tmp_path: Path) -> None:
+def test_a_checkpoint_without_its_manifest_is_damaged_and_makes_room_for_a_new_one(tmp_path: Path) -> None:
     previous, newest = write(tmp_path, 1), write(tmp_path, 2)
     (newest / "manifest.json").unlink()
-    with pytest.raises(UsageError, match="there is no checkpoint at"):
+    with pytest.raises(UsageError, match=r"step_00000002 is damaged: .*manifest\.json is missing"):
         checkpoint.resolve(newest)
     assert checkpoint.newest_checkpoint(tmp_path) == previous
-    with pytest.raises(UsageError, match=r"step_00000002 is in the way of the checkpoint, and holds .*: move it away"):
-        write(tmp_path, 2)
-    assert {file.name for file in newest.iterdir()} == {"model.safetensors", "trainer.json"}
+    checkpoint.set_aside(tmp_path)
+    assert write(tmp_path, 2) == checkpoint.newest_checkpoint(tmp_path)
+    [aside] = tmp_path.glob("step_00000002.damaged-*")
+    assert {file.name for file in aside.iterdir()} == {"model.safetensors", "trainer.json"}
 
 
 def flip_bit(path: Path) -> None:
@@ -239,7 +240,7 @@ def test_every_file_has_the_rights_of_the_umask(tmp_path: Path, umask: int) -> N
 @pytest.mark.parametrize("name", [checkpoint.MODEL_FILE, "manifest.json"])
 def test_a_file_that_may_not_be_read_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     path = checkpoint.save(tmp_path, 1, {checkpoint.MODEL_FILE: {"w": torch.zeros(2)}}, {})
-    words = f"{name} cannot be read: change its permissions"
+    words = f"{name} cannot be read .Permission denied.: change its permissions"
     with refusing(monkeypatch, name), pytest.raises(UsageError, match=words):
         checkpoint.newest_checkpoint(tmp_path)
     assert path.exists()
