@@ -193,13 +193,9 @@ class ColumnSpec:
 def choose_columns(
     columns: Mapping[str, Sequence[Any]], rows: Mapping[str, int], wanted: Sequence[str], source: str
 ) -> list[ColumnSpec]:
-    """Return the columns that are asked for, each with the kind that its values suit.
+    """Return the columns that are wanted, by ``NAME``, ``NAME=TYPE`` or ``all``, each with the kind of its values.
 
-    Args:
-        columns: the values of all columns; None, an empty text or an empty list where there is none.
-        rows: the row of each picture by its name.
-        wanted: names of columns, or ``all``; ``COLUMN=TYPE`` requests a kind.
-        source: name of the pictures, for errors.
+    A value is None, an empty text or an empty list where there is none. ``rows`` has the row of each picture by name.
     """
     has = ", ".join(columns) or f"none; write a metadata.csv with a column {FILE_NAME} beside the pictures"
     types = dict(each.partition("=")[::2] for each in wanted)

@@ -265,10 +265,7 @@ class ImageDataset(StoreDataset):
 def pair_by_name(pictures: ImageDataset, source: ImageDataset, *, skip_unpaired: bool) -> ImageDataset:
     """Return the pictures, each with the picture of the same name in ``source`` as its source.
 
-    Args:
-        pictures: the pictures to generate.
-        source: the pictures to start from.
-        skip_unpaired: leave out pictures without a partner of the same shape, and print their number.
+    With ``skip_unpaired``, pictures without a partner of the same shape are left out, and their number is printed.
     """
     mine, theirs = ([str(Path(name).with_suffix("")) for name in each.names] for each in (pictures, source))
     row_of = {stem: row for row, stem in enumerate(theirs)}
