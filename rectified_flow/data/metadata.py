@@ -93,10 +93,10 @@ def _text_of(path: Path) -> str:
 def _read(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a metadata file."""
     text, rows = _text_of(path), list[dict[str, Any]]()
-    lines = _csv_rows(text) if path.suffix == ".csv" else map(json.loads, filter(str.strip, text.split("\n")))
+    lines = (dict(json.loads(line)) for line in text.split("\n") if line.strip())
     try:
-        rows.extend(lines)
-    except (ValueError, csv.Error) as error:
+        rows.extend(_csv_rows(text) if path.suffix == ".csv" else lines)
+    except (ValueError, TypeError, csv.Error) as error:
         raise UsageError(f"{path} cannot be read (row {len(rows) + 1}: {first_line(error)}): correct it") from error
     return rows
 

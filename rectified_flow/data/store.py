@@ -116,11 +116,6 @@ class StoreDataset(Dataset[dict[str, Tensor]]):
         vars(other).update(attributes)
         return other
 
-    def like(self, other: "StoreDataset", source: "StoreDataset | None") -> Self:
-        """Return the rows that ``other``, a dataset on a store with the same rows, has as items, with their sources."""
-        same = {name: vars(other)[name] for name in ("rows", "partners", "columns", "seed")}
-        return self.changed(source=source, **same)
-
     def subset(self, items: Sequence[int] | np.ndarray[Any, Any]) -> Self:
         """Return some items as a dataset of the same kind."""
         chosen = np.asarray(items, dtype=np.int64)
