@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import pytest
 from accelerate import PartialState
+from PIL import Image
 
 from rectified_flow.cli import planning, programs
 from rectified_flow.cli.config import EvaluateConfig, ExportConfig, SampleConfig, TrainConfig
@@ -92,9 +93,8 @@ class Sizes(ImageSource):
     def __len__(self) -> int:
         return len(self.sizes)
 
-    def size_of(self, index: int) -> tuple[int, int]:
-        """Return the size of a picture."""
-        return self.sizes[index]
+    def load(self, index: int) -> tuple[Image.Image, int]:
+        return Image.new("1", self.sizes[index]), -1
 
 
 class OwnPictures(Sizes, FileFolder):

@@ -121,7 +121,11 @@ def trained(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("script", "words"),
     [
-        *((writer.partition(",")[0], f"{words} --{flag} {{folder}}") for writer, (words, flag) in WRITERS.items()),
+        *(
+            (writer.partition(",")[0], f"{words} --{flag} {{folder}}")
+            for writer, (words, flag) in WRITERS.items()
+            if writer != "train_mean_flow.py"  # whose own folder is that of any run
+        ),
         ("train_oxford.py", f"{TEACHER} --method reflow --output_dir {{tmp}}/new --teacher_dir {{folder}}"),
         ("export.py", "--checkpoint {trained} --format page --output_dir {folder}"),
         ("train_masked_text.py", f"{TEXT} --output_dir {{folder}}"),

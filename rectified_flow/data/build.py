@@ -41,18 +41,11 @@ def key_of(*shaped_by: object) -> str:
 
 
 class StoreWriter(Artifact):
-    """A store that is written row by row, from one process or several; writing resumes after a kill.
+    """A store of at most ``length`` rows of a ``kind``, such as latents; writing resumes after a kill.
 
-    Args:
-        path: folder of the finished store.
-        length: number of rows, or an upper limit of it.
-        kind: name of the rows in the plural, such as ``latents``, and the kind of the artifact.
-        recipe: plain data to keep in ``recipe.json``; None keeps no such file. A store with a recipe is in a folder
-            that the user chose, so a damaged one is refused instead of replaced.
-        documents: names of further files, which the caller writes.
-
-    Attributes:
-        shapes: shape of a row by file, ``NAME.DTYPE``; known when the first rows have been made.
+    A store with a recipe, plain data that ``recipe.json`` keeps, is in a folder that the user chose, so a damaged one
+    is refused instead of replaced. The caller writes the further ``documents``. The attribute ``shapes`` has the shape
+    of a row by file, ``NAME.DTYPE``, when the first rows have been made.
     """
 
     def __init__(
@@ -73,11 +66,7 @@ class StoreWriter(Artifact):
         return 0
 
     def allocate(self, rows: Rows) -> None:
-        """Create a file for each entry of the first rows. Call in one process only.
-
-        Raises:
-            UsageError: if the disk has no room for them.
-        """
+        """Create a file for each entry of the first rows. Call in one process only."""
         size = self.length * sum(values[0].nbytes for values in rows.values())
         require_disk(size, self.path.parent, f"{self.length} rows of the {self.kind}")
         self._declare({f"{name}.{values.dtype}": values.shape[1:] for name, values in rows.items()})
@@ -153,12 +142,8 @@ def fill(
 ) -> None:
     """Write the missing rows of a store that is claimed, record the progress after each block, and finish. Collective.
 
-    Args:
-        store: writer of the store.
-        make: function that makes the rows of consecutive numbers, ``[b, ...]`` by entry in the type to store.
-        describe: function that returns the arguments of :meth:`StoreWriter.complete`, called on the main process.
-        doing: verb for the progress bar.
-        batch_size: number of rows that each process makes at once.
+    Each process makes ``batch_size`` consecutive rows at once, ``[b, ...]`` by entry in the type to store. The main
+    process calls ``describe`` for the arguments of :meth:`StoreWriter.complete`. ``doing`` is a verb for the bar.
     """
     state = PartialState()
     block = batch_size * state.num_processes
@@ -201,14 +186,7 @@ def open_store(
 ) -> Path:
     """Return the folder of the store of ``source``. The store is built first if it does not exist or is damaged.
 
-    One process builds while others wait for its lock.
-
-    Args:
-        source: source of the images.
-        framing: form in which the images are stored; a number is the side of a square [px].
-        cache_dir: folder of the stores; by default the user's cache folder.
-        skip_broken_images: leave out images that cannot be decoded.
-        exclude: names of images to leave out.
+    One process builds while others wait for its lock. A number as the framing is the side of a square [px].
     """
     framing = Framing(framing, framing) if isinstance(framing, int) else framing
     rows = source.rows(framing)

@@ -1,8 +1,8 @@
 """The description of a run's data: flags, which ``config.json`` records, and by which the data are opened again."""
 
+import fractions
 import re
 from dataclasses import dataclass, field
-from math import gcd
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -76,9 +76,7 @@ def parse_ratio(text: str) -> tuple[int, int]:
     if match is None:
         rule = "it must be width:height, two whole numbers from 1 to 9999, such as 3:2"
         raise UsageError(f"--aspect_ratio is {text}; {rule}")
-    width, height = map(int, match.groups())
-    common = gcd(width, height)
-    return width // common, height // common
+    return fractions.Fraction(int(match[1]), int(match[2])).as_integer_ratio()
 
 
 @register

@@ -93,10 +93,10 @@ def _text_of(path: Path) -> str:
 def _read(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a metadata file."""
     text, rows = _text_of(path), list[dict[str, Any]]()
-    lines = _csv_rows(text) if path.suffix == ".csv" else map(json.loads, filter(str.strip, text.split("\n")))
+    lines = (dict(json.loads(line)) for line in text.split("\n") if line.strip())
     try:
-        rows.extend(lines)
-    except (ValueError, csv.Error) as error:
+        rows.extend(_csv_rows(text) if path.suffix == ".csv" else lines)
+    except (ValueError, TypeError, csv.Error) as error:
         raise UsageError(f"{path} cannot be read (row {len(rows) + 1}: {first_line(error)}): correct it") from error
     return rows
 
@@ -193,13 +193,9 @@ class ColumnSpec:
 def choose_columns(
     columns: Mapping[str, Sequence[Any]], rows: Mapping[str, int], wanted: Sequence[str], source: str
 ) -> list[ColumnSpec]:
-    """Return the columns that are asked for, each with the kind that its values suit.
+    """Return the columns that are wanted, by ``NAME``, ``NAME=TYPE`` or ``all``, each with the kind of its values.
 
-    Args:
-        columns: the values of all columns; None, an empty text or an empty list where there is none.
-        rows: the row of each picture by its name.
-        wanted: names of columns, or ``all``; ``COLUMN=TYPE`` requests a kind.
-        source: name of the pictures, for errors.
+    A value is None, an empty text or an empty list where there is none. ``rows`` has the row of each picture by name.
     """
     has = ", ".join(columns) or f"none; write a metadata.csv with a column {FILE_NAME} beside the pictures"
     types = dict(each.partition("=")[::2] for each in wanted)

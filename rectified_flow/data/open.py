@@ -14,7 +14,7 @@ from rectified_flow.data.sources.huggingface import HuggingFaceSource, find_data
 from rectified_flow.data.sources.synthetic_flowers import SYNTHETIC_FLOWERS, SyntheticFlowers
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import Positive, name_of, split_part, typed_options
+from rectified_flow.flags import Positive, split_part, typed_options
 from rectified_flow.registry import as_plain, find, names, parameters_of
 from rectified_flow.system.files import printable, usable_path
 from rectified_flow.system.pictures import content_of
@@ -56,14 +56,12 @@ def open_dataset(
         source: the source of the images, in place of the one that ``dataset`` or ``dataset_path`` names.
 
     Raises:
-        UsageError: if a path is empty, the ratio does not suit the size, or the images cannot be found, read or stored.
+        UsageError: if the ratio does not suit the size, or the images cannot be found, read or stored.
             An argument is called as the flag of the programs, such as ``--image_size``.
     """
     arguments = {name: as_plain(value, name) for name, value in locals().items() if name != "source"}  # the only locals
     if dataset_path is None and os.path.isdir(dataset):
         arguments |= {"dataset": "", "dataset_path": dataset}
-    if "" in (dataset_path, cache_dir):  # an empty path would be the current folder
-        raise UsageError("--dataset_path or --cache_dir is empty: check whether a variable is unset")
     path = open_store(
         find_source(**arguments) if source is None else source,
         framing_of(arguments),
@@ -92,8 +90,6 @@ def find_source(dataset: str, dataset_path: str | Path | None = None, **argument
     split, space = arguments.get("split", "train"), arguments.get("space", ())
     reader, options, _ = reader_of(space)
     if dataset_path is None:
-        if reader is not None:
-            raise UsageError(f"--space {name_of(space)} reads a folder of files: pass it with --dataset_path")
         if dataset == SYNTHETIC_FLOWERS:
             return SyntheticFlowers(2 * max(framing_of(arguments).stored_size))
         if os.path.isdir(dataset):

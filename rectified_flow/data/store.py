@@ -116,11 +116,6 @@ class StoreDataset(Dataset[dict[str, Tensor]]):
         vars(other).update(attributes)
         return other
 
-    def like(self, other: "StoreDataset", source: "StoreDataset | None") -> Self:
-        """Return the rows that ``other``, a dataset on a store with the same rows, has as items, with their sources."""
-        same = {name: vars(other)[name] for name in ("rows", "partners", "columns", "seed")}
-        return self.changed(source=source, **same)
-
     def subset(self, items: Sequence[int] | np.ndarray[Any, Any]) -> Self:
         """Return some items as a dataset of the same kind."""
         chosen = np.asarray(items, dtype=np.int64)
@@ -265,10 +260,7 @@ class ImageDataset(StoreDataset):
 def pair_by_name(pictures: ImageDataset, source: ImageDataset, *, skip_unpaired: bool) -> ImageDataset:
     """Return the pictures, each with the picture of the same name in ``source`` as its source.
 
-    Args:
-        pictures: the pictures to generate.
-        source: the pictures to start from.
-        skip_unpaired: leave out pictures without a partner of the same shape, and print their number.
+    With ``skip_unpaired``, pictures without a partner of the same shape are left out, and their number is printed.
     """
     mine, theirs = ([str(Path(name).with_suffix("")) for name in each.names] for each in (pictures, source))
     row_of = {stem: row for row, stem in enumerate(theirs)}

@@ -79,9 +79,9 @@ class PretrainedAutoencoder(Pretrained, Autoencoder):  # type: ignore[override]
     @staticmethod
     def identity(source: str) -> tuple[object, nn.Module]:
         """Return the class with its settings, and the module."""
-        kind, config, _ = _find(source)
+        module, config = _load(source)
         settings = {name: value for name, value in config.items() if not name.startswith("_")}
-        return (kind.__name__, sorted(settings.items())), _load(source)
+        return (type(module).__name__, sorted(settings.items())), module
 
     def encode(self, pictures: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the mean of the latents, and their standard deviation or None."""
@@ -109,9 +109,9 @@ class PretrainedAutoencoder(Pretrained, Autoencoder):  # type: ignore[override]
 
     def _module(self, device: torch.device) -> Any:
         if device.type == "meta":
-            return _load(self.source, weights=False)
+            return _load(self.source, weights=False)[0]
         self.check()
-        return _load(self.source).to(device)
+        return _load(self.source)[0].to(device)
 
 
 def _without_frames(x: Tensor) -> Tensor:
@@ -120,22 +120,8 @@ def _without_frames(x: Tensor) -> Tensor:
 
 
 @cache
-def _load(source: str, *, weights: bool = True) -> nn.Module:
-    """Return the module, shared by all flows of this process; without weights it is on the meta device."""
-    kind, config, subfolder = _find(source)
-    how: dict[str, Any] = {"subfolder": subfolder, "torch_dtype": torch.float32, "use_safetensors": True}
-    try:
-        if not weights:
-            with torch.device("meta"):
-                return kind.from_config(config).eval()
-        return kind.from_pretrained(source, **how).eval().requires_grad_(False)
-    except Exception as error:  # of any type: diffusers builds a module from files that anyone may have written
-        raise UsageError(f"--autoencoder {source} cannot be loaded ({first_line(error)}): download it again") from error
-
-
-@cache
-def _find(source: str) -> tuple[Any, dict[str, Any], str | None]:
-    """Return the class of diffusers, its settings, and the subfolder where they are."""
+def _load(source: str, *, weights: bool = True) -> tuple[nn.Module, dict[str, Any]]:
+    """Return the module, shared by all flows of this process, and its settings; without weights on the meta device."""
     import diffusers  # takes seconds
 
     for subfolder in ("vae", None):  # a pipeline has its autoencoder in a subfolder
@@ -147,10 +133,17 @@ def _find(source: str) -> tuple[Any, dict[str, Any], str | None]:
     else:
         raise UsageError(f"--autoencoder {source} cannot be found ({reason}): pass small, a folder or a hub id")
     name = str(config.get("_class_name"))
-    kind = getattr(diffusers, name, None)
+    kind: Any = getattr(diffusers, name, None)
     if not name.startswith("Autoencoder") or not hasattr(kind, "decode"):
         raise UsageError(f"--autoencoder {source} is not an autoencoder of diffusers, but of the class {name}")
-    return kind, config, subfolder
+    how: dict[str, Any] = {"subfolder": subfolder, "torch_dtype": torch.float32, "use_safetensors": True}
+    try:
+        if weights:
+            return kind.from_pretrained(source, **how).eval().requires_grad_(False), config
+        with torch.device("meta"):
+            return kind.from_config(config).eval(), config
+    except Exception as error:  # of any type: diffusers builds a module from files that anyone may have written
+        raise UsageError(f"--autoencoder {source} cannot be loaded ({first_line(error)}): download it again") from error
 
 
 class _Block(nn.Module):

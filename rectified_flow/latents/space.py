@@ -113,7 +113,8 @@ class Latents(StoredLatents):
         latents = encode_pictures(ImageDataset(pictures.path), self.autoencoder, mirrored=mirrored)
         source = pictures.source and encode_pictures(pictures.source, self.autoencoder, mirrored=mirrored)
         latents.space.autoencoder = self.autoencoder  # its folder may have moved since the latents were stored
-        return latents.like(pictures, source), latents.space
+        same = {name: getattr(pictures, name) for name in ("rows", "partners", "columns", "seed")}
+        return latents.changed(source=source, **same), latents.space
 
     def use_autoencoder(self, place: str) -> None:
         """Replace the autoencoder of a folder or hub id."""

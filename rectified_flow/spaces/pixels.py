@@ -84,11 +84,10 @@ class Pixels(Space):
 
     def problem_with(self, data: Tensor) -> str | None:
         """Return a sentence on floating-point pictures outside [-1, 1], or in [0, 1] only (as of ``ToTensor``)."""
-        if data.dtype == torch.uint8:
-            return None
         least, most = (float(value) for value in data.aminmax())
-        remedy = "scale floating-point images to [-1, 1], or store uint8"
-        return None if -1 <= least < 0 and most <= 1 else f"images reach from {least:.3g} to {most:.3g}; {remedy}"
+        if data.dtype == torch.uint8 or (-1 <= least < 0 and most <= 1):
+            return None
+        return f"images reach from {least:.3g} to {most:.3g}; scale floating-point images to [-1, 1], or store uint8"
 
     @property
     def noun(self) -> str:

@@ -183,12 +183,8 @@ class Space(ABC):
         return None
 
     def to_stored(self, x: Tensor) -> Tensor:
-        """Convert generated ``x`` to data that a dataset might store, the inverse of :meth:`encode`.
-
-        Raises:
-            UsageError: if the space has no such way.
-        """
-        raise UsageError(f"{type(self).__name__} cannot be stored")
+        """Convert generated ``x`` to data that a dataset might store, the inverse of :meth:`encode`."""
+        return self.decode(x)
 
     def dequantised(self, data: Tensor) -> tuple[Tensor, Tensor | float]:
         """Encode stored data, drawn within the levels of integers, and return the change of volume of a value in bits.

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from errno import EACCES, EMFILE, ENFILE, ENOENT, ENOMEM, EPERM, ESTALE, ETIMEDOUT
 from functools import cache
@@ -210,36 +210,17 @@ def parse_document(content: bytes | str, schema: type[T], source: object) -> T:
     key = ".".join(map(str, problem["loc"]))
     if newer:
         raise NewerError(f"{source} was written by a newer version of this project (it has the key {key!r}): upgrade")
-    has_value = problem["type"] not in ("json_invalid", "missing")
-    words = f"{key or 'it'} is {_in_words(problem)}" if has_value else f"{key} {problem['msg']}".strip()
+    words = f"{key} {problem['msg']}".strip()
+    if problem["type"] not in ("json_invalid", "missing"):
+        shown, message = json.dumps(problem["input"], default=repr), problem["msg"]
+        short = f"{shown[:LONGEST]}{'...' * (len(shown) > LONGEST)}"
+        words = f"{key or 'it'} is {short}, but {message[0].lower()}{message[1:]}"
     raise DamageError(f"{source} is damaged: {words}")
 
 
 def check_document(document: object, schema: type[T], source: object) -> T:
     """Check a document that was read already, as :func:`parse_document` does."""
     return parse_document(json.dumps(document), schema, source)
-
-
-def misfit(value: object, expected: Any) -> str | None:
-    """Return how a value, such as an argument, differs from the type that it is annotated with, or None.
-
-    Numbers must be finite, and a tuple may stand for any sequence.
-    """
-    from pydantic import ConfigDict, TypeAdapter, ValidationError
-
-    try:
-        rules = ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False)
-        # In a tuple, as pydantic takes no rules for a dataclass alone.
-        TypeAdapter(tuple[expected], config=rules).validate_python((value,), strict=True)
-    except ValidationError as error:
-        return _in_words(error.errors(include_url=False)[0])
-    return None
-
-
-def _in_words(problem: Mapping[str, Any]) -> str:
-    """Return a problem as in ``"6", but input should be a valid integer``."""
-    shown, message = json.dumps(problem["input"], default=repr), problem["msg"]
-    return f"{shown[:LONGEST]}{'...' * (len(shown) > LONGEST)}, but {message[0].lower()}{message[1:]}"
 
 
 @cache

@@ -220,6 +220,7 @@ NUMBERS = [str(number) for number in range(19)]
         ("csv", TABLE.replace("\n", "\nelsewhere/"), "metadata.csv do not exist, such as elsewhere/00"),
         ("jsonl", jsonl("["), "metadata.jsonl cannot be read (row 1: "),
         ("jsonl", jsonl("[[]]"), "finds no suitable column in pictures: its columns are a"),
+        ("jsonl", "[1, 2]", "metadata.jsonl cannot be read (row 1: "),
         ("jsonl", "{}", "metadata.jsonl do not exist, such as None: write paths"),
     ],
 )

@@ -75,16 +75,11 @@ def test_ranks_and_accumulation_share_one_global_batch(world_size: int, accumula
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_loader_processes_deliver_the_same_batches(flowers: ImageDataset, context: str) -> None:
-    sampler = StreamSampler(len(flowers), 0, GlobalBatch(8), position=8)
-
-    def batches(**settings: object) -> list[dict[str, torch.Tensor]]:
-        how: Any = {"batch_sampler": sampler, "collate_fn": dict, **settings}
-        return list(itertools.islice(DataLoader(Batches(flowers), **how), 8))
-
-    here = batches()
-    assert all(batch["images"].shape == (8, 3, 8, 8) for batch in here)
-    there = batches(num_workers=2, multiprocessing_context=context)
-    for a, b in zip(here, there, strict=True):
+    how: Any = {"batch_sampler": StreamSampler(len(flowers), 0, GlobalBatch(8), position=8), "collate_fn": dict}
+    here = DataLoader(Batches(flowers), **how)
+    there = DataLoader(Batches(flowers), **how, num_workers=2, multiprocessing_context=context)
+    for a, b in itertools.islice(zip(here, there, strict=True), 8):
+        assert a["images"].shape == (8, 3, 8, 8)
         assert torch.equal(a["images"], b["images"])
         assert torch.equal(a["labels"], b["labels"])
 
@@ -129,15 +124,16 @@ class Items(Dataset[Any]):
 
 class ListsOfItems(Items):
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        self.reads.append(list(indices))
-        return [{"images": torch.full((3, 2, 2), index), "captions": f"number {index}"} for index in indices]
+        items = [self[index] for index in indices]
+        self.reads = [list(indices)]
+        return items
 
 
 class WholeBatches(ListsOfItems):
     def read_batch(self, indices: Sequence[int]) -> dict[str, Any]:
-        self.reads.append(tuple(indices))
-        images = torch.tensor(indices)[:, None, None, None].expand(-1, 3, 2, 2)
-        return {"images": images, "captions": [f"number {index}" for index in indices]}
+        batch = collate(self.__getitems__(indices))
+        self.reads = [tuple(indices)]
+        return batch
 
 
 @pytest.mark.parametrize(("kind", "reads"), [(Items, [4, 1]), (ListsOfItems, [[4, 1]]), (WholeBatches, [(4, 1)])])

@@ -61,9 +61,6 @@ class Spectrograms(Space):
     def decode(self, x: Tensor) -> Tensor:
         return (x - 1) * DECADES / 2
 
-    def to_stored(self, x: Tensor) -> Tensor:
-        return self.decode(x)
-
     def render(self, data: Tensor) -> Tensor:
         """Render low frequencies at the bottom, and full scale in white."""
         grey = (self.encode(data) + 1) * 127.5

@@ -14,7 +14,7 @@ from PIL import Image
 from rectified_flow.data import build
 from rectified_flow.data.build import StoreWriter
 from rectified_flow.data.store import ImageDataset
-from rectified_flow.latents.autoencoders import PretrainedAutoencoder, Small, _find, _load
+from rectified_flow.latents.autoencoders import PretrainedAutoencoder, Small, _load
 from rectified_flow.latents.space import LatentDataset, Latents, encode_pictures
 from rectified_flow.networks.pretrained import hash_of
 from rectified_flow.system.pictures import fit
@@ -166,7 +166,7 @@ def moved_autoencoder(folder: Path) -> list[tuple[int, str]]:
     flags += f" --batch_size 4 --train_num_steps 2 --output_dir {folder}/run"
     ended = [program("train_mean_flow.py", flags.split())]
     vae.rename(moved)
-    for remembered in (_find, _load, hash_of):
+    for remembered in (_load, hash_of):
         remembered.cache_clear()
     for more in ("", f"--autoencoder {other}", f"--autoencoder {moved}"):
         ended.append(program("sample.py", f"--checkpoint {folder}/run --num_samples 2 {more}".split()))

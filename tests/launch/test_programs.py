@@ -75,24 +75,6 @@ def test_the_launch_script_on_two_processes(tmp_path: Path) -> None:
     assert str(Path("run/checkpoints/step_00000010")) in output.splitlines()[-1]
 
 
-@pytest.mark.slow
-def test_torchrun_on_two_processes(tmp_path: Path) -> None:
-    """Train a mean flow that starts from the weights of a run. Tests on one process cover its flags one by one."""
-    config = parse(TrainConfig, "", [*TINY, "--train_num_steps", "1", "--output_dir", str(tmp_path / "run")])
-    run_on_ranks(1, train, config)
-    flags = (
-        "--train_num_steps 5 --init_from run --output_dir mean --sample_every 5 --save_every 5 --log_with tensorboard"
-    )
-    command = [*TORCHRUN[:-1], str(ROOT / "train_mean_flow.py"), *TINY, *flags.split()]
-    code, output = launch(command, tmp_path)
-    assert code == 0, output
-    assert "2 x cpu" in output
-    assert list(losses(tmp_path / "mean")) == [5]
-    assert (tmp_path / "mean/samples/step_00000005.png").exists()
-    assert json.loads((tmp_path / "mean/config.json").read_text())["training"]["init_from"] == "run"
-    assert list((tmp_path / "mean").rglob("events.out.tfevents*")), "TensorBoard logged nothing"
-
-
 def test_the_launch_script_without_gpus_runs_plain_python(tmp_path: Path) -> None:
     """Train in the precision of the flag, whatever precision the launcher requests."""
     command = [str(ROOT / "scripts/run_multi_gpu_simple.sh"), *TINY, "--mixed_precision", "no", "--dry_run"]

@@ -92,20 +92,12 @@ def test_rows_that_are_not_changed_are_the_same_and_their_numbers_0() -> None:
     assert torch.isfinite(y).all()
 
 
-class Deaf(AugmentationLabels):
-    """Numbers that the network does not get."""
-
-    def embedding(self, dim: int) -> torch.nn.Module:
-        embedding = super().embedding(dim).requires_grad_(requires_grad=False)
-        for parameter in embedding.parameters():
-            parameter.zero_()
-        return embedding
-
-
-def share_that_faces_left(kind: AugmentationLabels) -> float:
-    """Train on augmented pictures with a bright left half, and return the share of samples with a bright left half."""
+@pytest.mark.slow
+def test_augmentation_does_not_leak() -> None:
+    """Pictures with a bright left half, mirrored, turned and moved half of the time, are generated facing left."""
     torch.manual_seed(0)
-    network = Unet(16, (1, 2), 1, {"augmentation": kind}, image_size=8, attention_sides=(), blocks_per_level=1)
+    conditions = {"augmentation": AugmentationLabels(NUMBERS)}
+    network = Unet(16, (1, 2), 1, conditions, image_size=8, attention_sides=(), blocks_per_level=1)
     flow = RectifiedFlow(network, space=Pixels((1, 8, 8), augmentation=0.5))
     images = torch.full((32, 1, 8, 8), -0.8)
     images[..., :4] = 0.8
@@ -117,11 +109,5 @@ def share_that_faces_left(kind: AugmentationLabels) -> float:
         optimizer.zero_grad()
     torch.manual_seed(1)
     pictures = flow.sample(64, steps=8)
-    return (pictures[..., :4].mean(dim=(1, 2, 3)) > pictures[..., 4:].mean(dim=(1, 2, 3)) + 0.4).float().mean().item()
-
-
-@pytest.mark.slow
-def test_augmentation_does_not_leak() -> None:
-    """A set that always faces one way, mirrored, turned and moved nearly always, is generated facing that way."""
-    assert share_that_faces_left(AugmentationLabels(NUMBERS)) > 0.9
-    assert share_that_faces_left(Deaf(NUMBERS)) < 0.75, "a network that is not told generates what it saw"
+    faces_left = pictures[..., :4].mean(dim=(1, 2, 3)) > pictures[..., 4:].mean(dim=(1, 2, 3)) + 0.4
+    assert faces_left.float().mean() > 0.9

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import pytest
 
 from rectified_flow.errors import DamageError, NewerError, UsageError
-from rectified_flow.system.files import hash_file, misfit, parse_document, read_bytes, read_document, replace_file
+from rectified_flow.system.files import hash_file, parse_document, read_bytes, read_document, replace_file
 
 FORK = multiprocessing.get_context("fork")
 SIZE = 200_000
@@ -175,12 +175,3 @@ def test_a_key_of_a_newer_version(document: dict[str, Any]) -> None:
         NewerError, match=r"^the text was written by a newer version .* 'parts.x.later'|'later'.*: upgrade"
     ):
         parse_document(json.dumps(document), Document, "the text")
-
-
-def test_values_that_are_no_documents() -> None:
-    assert misfit((1, 2), tuple[int, ...] | None) is None
-    assert misfit(Part(1), Part) is None
-    assert misfit(1, float) is None
-    assert misfit("1", int) == '"1", but input should be a valid integer'
-    assert misfit(float("nan"), float) == "NaN, but input should be a finite number"
-    assert "but input should be an instance of Path" in (misfit(Part(1), Path) or "")

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
-from rectified_flow.system.outputs import RECORD
+from rectified_flow.system.outputs import LOCK, RECORD
 from tests.ranks import run_on_ranks
 from tests.training.runs import (
     RECTIFIED,
@@ -125,7 +125,7 @@ def test_a_run_leaves_its_files(runs: Runs) -> None:
     left = {str(path.relative_to(output_dir)) for path in output_dir.rglob("*") if path.is_file()}
     tensors = ["model.safetensors", "ema.safetensors", "optimizer.safetensors"]
     expected = {"config.json", "metrics.jsonl", "loss.png", "status.json", ".lock"}
-    expected |= {RECORD, f"checkpoints/{RECORD}", f"samples/{RECORD}"}
+    expected |= {f"{place}{name}" for place in ("", "checkpoints/", "samples/") for name in (RECORD, LOCK)}
     for step in ("step_00000010", "step_00000020"):
         expected |= {f"samples/{step}.png"}
         expected |= {f"checkpoints/{step}/{name}" for name in tensors}
@@ -133,10 +133,10 @@ def test_a_run_leaves_its_files(runs: Runs) -> None:
     assert left == expected
 
 
-def gradient(config: TrainingConfig, dataset: ImageDataset, tiny: Tiny) -> torch.Tensor:
+def gradient(config: TrainingConfig, dataset: ImageDataset, tiny: Tiny, start: Path) -> torch.Tensor:
     """Return the gradients of the first step on this rank, as the optimizer gets them."""
     trainer = build_trainer(config, dataset, tiny)
-    trainer.state.load(checkpoint.resolve(Path(config.resume)))
+    trainer.state.load(checkpoint.resolve(start))
     batches = trainer._batches()
     for micro_batch in range(trainer.batch.accumulation):
         trainer.stepper.forward_backward(next(batches), micro_batch)
@@ -156,10 +156,10 @@ def test_gradients_are_those_of_the_joined_batch(
 ) -> None:
     """Compare gradients at trained weights, as most gradients of initial weights are zero."""
     start = runs.get(f"start-{kind}", 1, Tiny(kind), train_num_steps=8, num_samples=0)
-    settings = {"resume": str(start), "mixed_precision": precision}
-    [expected] = run_on_ranks(1, gradient, tiny_config(tmp_path / "a", **settings), flowers, Tiny(kind))
+    settings = {"mixed_precision": precision}
+    [expected] = run_on_ranks(1, gradient, tiny_config(tmp_path / "a", **settings), flowers, Tiny(kind), start)
     assert expected.norm() > 0.1
     for world_size, accumulation in ((2, 1), (1, 2), (2, 2)):
         config = tiny_config(tmp_path / "b", batch_size=16 // (world_size * accumulation), **settings)
-        for got in run_on_ranks(world_size, gradient, config, flowers, Tiny(kind)):
+        for got in run_on_ranks(world_size, gradient, config, flowers, Tiny(kind), start):
             assert (got - expected).norm() < tolerance * expected.norm()

@@ -1,5 +1,6 @@
 """The contract of a source of images, and the rows of a store that are made from its images."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,7 +34,7 @@ class PictureRows:
         return {}
 
 
-class ImageSource:
+class ImageSource(ABC):
     """A source of images that are to be decoded into a store."""
 
     name: str
@@ -45,12 +46,13 @@ class ImageSource:
     notes: Sequence[str] = ()
     """Lines to print when the images are decoded."""
 
+    @abstractmethod
     def __len__(self) -> int:
-        raise NotImplementedError
+        """Return the number of images."""
 
+    @abstractmethod
     def load(self, index: int) -> tuple[Any, int]:
         """Return an image, decoded or not, and its label (-1 for none). Any exception means a broken image."""
-        raise NotImplementedError
 
     def describe(self, index: int) -> str:
         """Describe one image so that a user can find it."""
@@ -65,16 +67,11 @@ class ImageSource:
         return upright_size(self.load(index)[0])
 
     def numbers_without(self, exclude: Sequence[str]) -> list[int]:
-        """Return the numbers of all images but those with the names to exclude.
-
-        Raises:
-            UsageError: if an image to exclude does not exist.
-        """
-        names = {self.name_of(index): index for index in range(len(self))} if exclude else {}
-        unknown = sorted({*exclude} - names.keys())
-        if unknown:
+        """Return the numbers of all images but those with the names to exclude."""
+        names = [self.name_of(index) for index in range(len(self))] if exclude else []
+        if unknown := sorted({*exclude} - {*names}):
             raise UsageError(f"--exclude names {unknown[0]}, which is no image of {self.name}: correct the list")
-        return sorted({*range(len(self))} - {names[name] for name in exclude})
+        return [index for index in range(len(self)) if not exclude or names[index] not in exclude]
 
     def read_table(self) -> Mapping[str, Sequence[Any]]:
         """Return the columns beside the images, a value for each image."""

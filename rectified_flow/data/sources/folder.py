@@ -4,7 +4,6 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from hashlib import blake2b
 from os.path import commonpath
 from pathlib import Path
@@ -204,8 +203,8 @@ def files_fingerprint(folder: Path, files: list[Path]) -> str:
     """Hash each file's path relative to ``folder``, its size and its modification time."""
     digest = blake2b(digest_size=16)
     for file in files:
-        status = (-1, -1)  # of a link that leads nowhere, or in a folder whose rights forbid reading it
-        with suppress(OSError):
-            status = os.stat(file).st_size, os.stat(file).st_mtime_ns
-        digest.update(f"{file.relative_to(folder)}\0{status[0]}\0{status[1]}\n".encode(errors="surrogateescape"))
+        size, time = -1, -1  # of a link that leads nowhere
+        if os.path.exists(file):
+            size, time = os.stat(file).st_size, os.stat(file).st_mtime_ns
+        digest.update(f"{file.relative_to(folder)}\0{size}\0{time}\n".encode(errors="surrogateescape"))
     return digest.hexdigest()

@@ -81,10 +81,7 @@ class HuggingFaceSource(ImageSource):
         """The split, with its images left undecoded."""
         import datasets
 
-        splits = self._load()
-        if self.split not in splits:
-            raise UsageError(f"{self.source} has no split {self.split!r}: pass one of {', '.join(splits)}")
-        rows = splits[self.split]
+        rows = self._load()
         columns = _columns(rows, "Image") or [name for name in rows.features if _holds_pictures(rows, name)]
         if not columns:
             found = f"{self._flag} has no image column, only {', '.join(rows.features)}"
@@ -94,7 +91,7 @@ class HuggingFaceSource(ImageSource):
         return rows
 
     def _load(self) -> Any:
-        """Return all splits by name."""
+        """Return the split as it is."""
         import datasets
 
         table = find_dataset_file(self.source) if isinstance(self.source, Path) else None
@@ -102,14 +99,15 @@ class HuggingFaceSource(ImageSource):
             logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
             datasets.config.HF_HUB_OFFLINE |= not _hub_answers(self.source)  # loads the cached copy without retries
         try:
-            is_saved = table is not None and table.name in SAVED_TO_DISK
-            splits = (datasets.load_from_disk if is_saved else datasets.load_dataset)(str(self.source))
+            if table is None or table.name not in SAVED_TO_DISK:
+                return datasets.load_dataset(str(self.source), split=self.split)
+            saved = datasets.load_from_disk(str(self.source))
+            return saved[self.split] if isinstance(saved, dict) else saved
         except Exception as error:  # from datasets, the hub client, the network or the file system
             why = (content_of(table) if table else None) or first_line(error)
             if table is None and datasets.config.HF_HUB_OFFLINE:
                 why = "there is no network; pass --dataset synthetic-flowers or --dataset_path"
             raise UsageError(f"{self._flag} cannot be read as a dataset ({why})") from error
-        return splits if isinstance(splits, dict) else {"train": splits}
 
 
 def _columns(rows: Any, kind: str) -> list[str]:
