@@ -139,7 +139,10 @@ def _load(source: str, *, weights: bool = True) -> tuple[nn.Module, dict[str, An
     how: dict[str, Any] = {"subfolder": subfolder, "torch_dtype": torch.float32, "use_safetensors": True}
     try:
         if weights:
-            return kind.from_pretrained(source, **how).eval().requires_grad_(False), config
+            module, found = kind.from_pretrained(source, output_loading_info=True, **how)
+            if found["missing_keys"]:  # diffusers would draw them at random
+                raise ValueError(f"its weights lack {found['missing_keys'][:1]}")
+            return module.eval().requires_grad_(False), config
         with torch.device("meta"):
             return kind.from_config(config).eval(), config
     except Exception as error:  # of any type: diffusers builds a module from files that anyone may have written

@@ -5,7 +5,7 @@ import os
 import pickle
 import signal
 import time
-from errno import ENODEV
+from errno import EACCES, ENODEV, ESTALE
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from rectified_flow.data.store import ImageDataset
 from rectified_flow.errors import UsageError
 from rectified_flow.system import artifact
 from tests.patience import PATIENCE, wait_for
-from tests.system.test_files import refusing
 
 
 def find_damage(path: Path) -> str | None:
@@ -176,11 +175,24 @@ def test_a_truncated_store_is_built_again(tmp_path: Path, name: str, capsys: pyt
     assert torch.equal(ImageDataset(path)[7]["images"], expected)
 
 
-def test_a_store_without_the_rights_to_read_it_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("number", "advice"), [(ESTALE, "or try again"), (EACCES, "change its permissions")])
+def test_a_store_that_cannot_be_read_now_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, advice: str
+) -> None:
+    """A store on a network disk that does not answer, or without the rights, is not built again."""
     source = SyntheticFlowers(8, count=4)
     path = open_store(source, 4, cache_dir=tmp_path)
-    with refusing(monkeypatch, "info.json"), pytest.raises(UsageError, match="cannot be read: change its permissions"):
-        open_store(source, 4, cache_dir=tmp_path)
+    open_file = os.open
+
+    def refuse(name: Any, *arguments: Any, **options: Any) -> int:
+        if Path(name).name == "info.json":
+            raise OSError(number, os.strerror(number), str(name))
+        return open_file(name, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refuse)
+        with pytest.raises(UsageError, match=f"cannot be read .*{advice}"):
+            open_store(source, 4, cache_dir=tmp_path)
     assert find_damage(path) is None
 
 
