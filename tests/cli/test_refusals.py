@@ -25,6 +25,7 @@ PAIRS = "--method reflow --teacher {reflow.data}/teacher --output_dir {tmp}/refl
 
 REFUSALS: dict[tuple[str, str], list[tuple[str, str]]] = {
     (TRAIN, FLOWERS): [
+        ("--output_dir=", "--output_dir is empty: check whether a variable is unset"),
         ("--num_epochs 2", "--num_epochs and --train_num_steps exclude each other"),
         (
             "--dim_mults 1 2 3 4 --image_size 20",
@@ -54,6 +55,8 @@ REFUSALS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("--use_cfg --dataset_path {paired.data}/to", "--use_cfg needs labels"),
         ("--init_from {labels.one} --dim 16", "of another architecture"),
         ("--stop_when_memorising", "pass --holdout 0."),
+        ("--output_dir {pictures.data}/pictures/run", "lies inside --dataset_path"),
+        ("--cache_dir {pictures.data}/pictures/b", "lies inside --dataset_path"),
         ("--global_batch_size 16000000", "a step of 16,000,000 images "),
         (
             "--output_dir {pictures.one} --dataset_path {paired.data}/to --dim_mults 1",

@@ -235,25 +235,6 @@ def test_altered_pairs_are_refused(drawn: dict[str, StoreDataset], teachers: dic
     assert noise.read_bytes() == altered
 
 
-def test_a_teacher_that_changed_or_went_while_it_drew(teachers: dict[str, Path], tmp_path: Path) -> None:
-    """The paths would be of two teachers, or there is none to go on with: both name another folder as the remedy."""
-    PartialState()
-    mine = Path(shutil.copytree(teachers["distill"], tmp_path / "teacher"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StoreWriter, "write", killed_at_first(lambda *_: None, lambda *_: True))
-        with pytest.raises(KeyboardInterrupt):
-            draw("distill", mine, tmp_path / "run")
-    flags = f"--teacher {mine} --teacher_samples {COUNT} --teacher_steps {STEPS} --guidance_scale {SCALE}"
-    flags += f" --output_dir {tmp_path}/run"
-    for steps, sentence in (
-        (3, f"the paths in {tmp_path}/run/paths differ in teacher ("),
-        (6, "no longer exists: choose another --output_dir"),
-    ):
-        shutil.rmtree(mine)
-        train_teacher(mine, use_cfg=True, augment=0.15, seed=1, train_num_steps=steps)
-        assert_refused("train_mean_flow.py", 1, flags, sentence)
-
-
 def test_a_run_resumes_when_its_teacher_is_gone(teachers: dict[str, Path], tmp_path: Path) -> None:
     """The same command, though another training has gone on in the teacher's folder meanwhile, or it was removed."""
     mine = Path(shutil.copytree(teachers["reflow"], tmp_path / "teacher"))

@@ -1,7 +1,6 @@
 """Tests of the first command on a small folder of pictures."""
 
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -87,23 +86,6 @@ def test_a_class_that_is_held_out_as_a_whole_is_named(one_each: Path, tmp_path: 
     assert warning.startswith(f"warning: no training pictures in {held_out} of the classes: ")
     [said] = run_on_ranks(1, printed, f"{flags}-2")
     assert "no training pictures in" not in said, "nothing is asked for by class"
-
-
-def train_on_a_folder_of_its_own(folder: Path) -> str:
-    mine = folder / str(os.environ["RANK"])
-    try:
-        return printed(f"{TINY} --dataset_path {mine} --cache_dir {mine}-cache --output_dir {folder}/run")
-    except UsageError as error:
-        return str(error)
-
-
-def test_processes_with_other_pictures_say_so(one_each: Path, tmp_path: Path) -> None:
-    """A recipe holds out some of 130 pictures, and none of 120: the processes would wait for each other."""
-    for number in range(130):
-        for folder in ("0", "1")[: 1 + (number < 120)]:
-            shutil.copytree(one_each / f"{number:03}", tmp_path / folder / str(number))
-    for said in run_on_ranks(2, train_on_a_folder_of_its_own, tmp_path):
-        assert "the number of pictures" in said
 
 
 @pytest.mark.parametrize(

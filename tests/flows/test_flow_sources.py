@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from rectified_flow.condition import Picture, all_none, drop
 from rectified_flow.flows.flow import SOURCE
-from rectified_flow.flows.flow_map import DistilledFlow
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.networks.unet import Unet
@@ -139,13 +138,6 @@ def test_a_mean_flow_learns_from_starts_and_conditions() -> None:
         assert all(p.grad is None or p.grad.isfinite().all() for p in flow.parameters())
 
 
-def test_a_map_from_paths_takes_the_source_of_each_path() -> None:
-    flow = DistilledFlow(unet(source=Picture(SHAPE)), space=Pixels(SHAPE))
-    path = torch.randn(4, 2, *SHAPE).half()
-    batch = {"images": images(4, 1), "path": path}
-    assert flow(**batch, source=torch.randn(4, *SHAPE).half()).isfinite()
-
-
 @pytest.mark.parametrize("level", [1.0, 0.6])
 def test_a_part_is_kept_on_its_path_and_to_the_end(level: float) -> None:
     flow = RectifiedFlow(unet(), space=Pixels(SHAPE))
@@ -161,16 +153,3 @@ def test_a_part_is_kept_on_its_path_and_to_the_end(level: float) -> None:
         assert torch.allclose(x[..., :4], torch.lerp(x_0, noise, t)[..., :4], atol=1e-6)
     assert torch.allclose(made[..., :4], known[..., :4] / 255, atol=1e-6)
     assert not torch.allclose(made[..., 4:], known[..., 4:] / 255, atol=0.1)
-
-
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({"coupling": "immiscible"}, "immiscible is for noise"),
-        ({"coupling": "ot", "from_source": False, "network": unet(source=Picture(SHAPE))}, "ot is for noise"),
-        ({"coupling": "ot", "degradation": Grey()}, "ot is for noise"),
-    ],
-)
-def test_couplings_without_a_meaning_are_refused(settings: Any, expected: str) -> None:
-    with pytest.raises(ValueError, match=expected):
-        RectifiedFlow(**{"network": unet(), "space": Pixels(SHAPE), "from_source": True, **settings})

@@ -111,13 +111,6 @@ def test_a_bad_step_changes_nothing_on_any_rank(
     assert bad[0]["images"] == sorted(image_indices(list(positions), len(flowers), config.seed).tolist())
 
 
-def test_a_window_of_bad_steps_is_a_line_without_a_loss(tmp_path: Path, flowers: ImageDataset) -> None:
-    config = tiny_config(tmp_path, train_num_steps=STEPS, num_samples=0, log_every=2)
-    run_on_ranks(1, train_with_bad_steps, config, flowers, "loss", (1, 2, 5, 6))
-    assert [row["step"] for row in metrics(tmp_path)] == [2, 4, 6, 8, 10, 12]
-    assert [row["step"] for row in metrics(tmp_path) if "loss" not in row] == [2, 6]
-
-
 def test_resuming_between_bad_steps_is_byte_equal(tmp_path: Path, flowers: ImageDataset) -> None:
     bad = (3, 6, 7, 8, 11)
     settings: dict[str, Any] = {"train_num_steps": STEPS, "num_samples": 0, "save_every": 7, "log_every": 1}
