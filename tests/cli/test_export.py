@@ -24,6 +24,7 @@ from rectified_flow.flows.flow_map import FlowMap
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.latents.space import Latents
+from rectified_flow.load import model_hash
 from rectified_flow.networks.unet import Unet
 from rectified_flow.spaces.degradations import Downsample, Mask
 from rectified_flow.spaces.pixels import Pixels
@@ -94,6 +95,7 @@ def test_a_rectified_flow_with_labels_as_onnx(tmp_path: Path, capsys: pytest.Cap
         "labels": {"type": "int64", "shape": ["b"]},
     }
     assert (said["kind"], said["steps"], said["solver"]) == ("rectified", 16, "ab2")
+    assert said["hash"] == model_hash(flow), "what a download names"
     assert (said["channels"], said["range"], said["output"], said["source"]) == (3, [-1, 1], "velocity", None)
     assert "difference at most" in capsys.readouterr().out
 

@@ -13,6 +13,7 @@ from PIL import Image
 
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.rectified import RectifiedFlow
+from rectified_flow.flows.solvers import Guidance
 from rectified_flow.measurements.space import Fields
 from rectified_flow.networks.unet import Unet
 from tests.cli.browser import HAS_CARD, Shown, drawn, export_page, looking_at, page_of, serving
@@ -73,9 +74,6 @@ def test_webgpu_draws_the_pictures_of_sample(exported: tuple[Flow, str], on_card
     for seed in SEEDS[:2]:
         on_card.set("seed", seed)
         assert np.abs(on_card.picture() - drawn(flow, seed)[0]).max() <= 2
-    on_card.set("condition-labels", 1)
-    dog = drawn(flow, SEEDS[1], conditions={"labels": torch.tensor([1])})[0]
-    assert np.abs(on_card.picture() - dog).max() <= 2
     assert on_card.page.evaluate("document.body.dataset.backend") == "webgpu", "to the end"
     on_card.page.click("#other")
     on_card.wait()
@@ -88,7 +86,6 @@ def test_webgpu_draws_the_pictures_of_sample(exported: tuple[Flow, str], on_card
     [
         ("throw new Error('no shaders')", "", "WebGPU failed: no shaders"),
         ("", "throw new Error('the card is lost')", "WebGPU failed: the card is lost"),
-        ("", "return { v: { data: new Float32Array(192) } }", "WebGPU failed: its output is not usable"),
         ("", "return { v: { data: new Float32Array(192).fill(NaN) } }", "WebGPU failed: its output is not usable"),
     ],
 )
@@ -161,8 +158,6 @@ def test_the_controls_change_what_is_drawn(exported: tuple[Flow, str], shown: Sh
     dog: dict[str, Any] = {"conditions": {"labels": torch.tensor([1])}, "steps": 5}
     assert np.abs(shown.picture() - drawn(flow, 3, **dog)[0]).max() <= 2
     if not is_map:
-        from rectified_flow.flows.solvers import Guidance
-
         shown.set("guidance", 3)
         assert np.abs(shown.picture() - drawn(flow, 3, guidance=Guidance(3.0), **dog)[0]).max() <= 2
         shown.set("guidance", 1)

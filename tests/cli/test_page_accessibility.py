@@ -6,16 +6,15 @@ from typing import Any
 
 import pytest
 
-from rectified_flow.condition import Labels, Number, Picture
+from rectified_flow.condition import Picture
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.spaces.degradations import Mask
 from rectified_flow.spaces.pixels import Pixels
-from rectified_flow.text.caption import Caption
-from rectified_flow.text.encoders import BagOfWords
 from tests.cli.browser import Shown
 from tests.cli.test_export import small
+from tests.cli.test_page_kept import flow_with_conditions
 from tests.cli.test_page_source import before, exported, given
 from tests.patience import wait_for
 
@@ -36,22 +35,12 @@ CONTROLS = """() => [...document.querySelectorAll("a, input, select, button, sum
   .filter((each) => each.checkVisibility() && !each.disabled).map((each) => each.id || each.innerText)"""
 
 
-def of_noise() -> Flow:
-    caption = Caption(BagOfWords(("red", "flower", "two")), 3, 0, ("a red flower", "two"))
-    conditions = {"text": caption, "size": Number((0.0, 1.5, 8.0)), "labels": Labels(2, ("cat", "dog"))}
-    return RectifiedFlow(small(**conditions), space=Pixels(SHAPE))
-
-
-def of_one_step() -> Flow:
-    return MeanFlow(small(), space=Pixels(SHAPE))
-
-
-def from_a_picture() -> Flow:
-    return RectifiedFlow(small(), space=Pixels(SHAPE), from_source=True, source_noise=0.25)
-
-
-def of_a_mask() -> Flow:
-    return MeanFlow(small(source=Picture(SHAPE)), space=Pixels(SHAPE), degradation=Mask())
+FLOWS: dict[str, Callable[[], Flow]] = {
+    "of noise": flow_with_conditions,
+    "of one step": lambda: MeanFlow(small(), space=Pixels(SHAPE)),
+    "from a picture": lambda: RectifiedFlow(small(), space=Pixels(SHAPE), from_source=True, source_noise=0.25),
+    "of a mask": lambda: MeanFlow(small(source=Picture(SHAPE)), space=Pixels(SHAPE), degradation=Mask()),
+}
 
 
 def check(shown: Shown) -> None:
@@ -66,11 +55,11 @@ def check(shown: Shown) -> None:
             assert shown.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
-@pytest.mark.parametrize("build", [of_noise, of_one_step, from_a_picture, of_a_mask])
-def test_a_page_violates_no_guideline(build: Callable[[], Flow], tmp_path: Path, browser: Any) -> None:
+@pytest.mark.parametrize("name", FLOWS)
+def test_a_page_violates_no_guideline(name: str, tmp_path: Path, browser: Any) -> None:
     """Check the first view, which may ask for a picture, and the view of a picture."""
-    with exported(build(), tmp_path, browser) as (shown, _):
-        if build in (of_noise, of_one_step):
+    with exported(FLOWS[name](), tmp_path, browser) as shown:
+        if name in ("of noise", "of one step"):
             shown.wait()
         else:
             wait_for("the page", shown.page.locator("#call").is_visible)
@@ -93,7 +82,7 @@ def reached(shown: Shown) -> dict[str, str]:
 
 
 def test_the_tab_key_leads_to_every_control_and_shows_where_it_is(tmp_path: Path, browser: Any) -> None:
-    with exported(of_noise(), tmp_path, browser) as (shown, _):
+    with exported(flow_with_conditions(), tmp_path, browser) as shown:
         shown.wait()
         for _view in ("from noise", "of a picture"):
             found = reached(shown)
@@ -104,7 +93,7 @@ def test_the_tab_key_leads_to_every_control_and_shows_where_it_is(tmp_path: Path
 
 
 def test_a_part_is_painted_over_by_keyboard(tmp_path: Path, browser: Any) -> None:
-    with exported(of_a_mask(), tmp_path, browser) as (shown, _):
+    with exported(FLOWS["of a mask"](), tmp_path, browser) as shown:
         page = shown.page
         wait_for("the page", page.locator("#call").is_visible)
         page.set_input_files("#file", tmp_path / "exported/given.png")
