@@ -18,6 +18,7 @@ from rectified_flow.networks.unet import Unet
 from rectified_flow.randomness import BatchRows, deterministic
 from rectified_flow.spaces.pixels import Pixels
 from tests.analytic import Gaussian, image_gaussian
+from tests.networks.test_unet import small
 
 COUNT = 60_000
 LABELS = {"labels": Labels(3)}
@@ -96,11 +97,7 @@ def test_one_step_is_one_network_call() -> None:
 
 
 def unet(**settings: Any) -> Unet:
-    torch.manual_seed(0)
-    network = Unet(8, (1, 2), image_size=8, attention_sides=(4,), **settings)
-    for parameter in filter(lambda parameter: parameter.requires_grad, network.parameters()):
-        nn.init.normal_(parameter, std=0.1)
-    return network
+    return small(dim=8, **settings)
 
 
 def test_without_mean_rows_it_is_rectified_flow() -> None:

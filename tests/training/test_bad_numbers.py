@@ -86,7 +86,7 @@ def train_with_bad_steps(
     return after, {"updates": state.updates, "bad": state.bad_steps, "ema": int(state.ema.step)}
 
 
-@pytest.mark.parametrize(("kind", "optimizer"), [*((kind, None) for kind in KINDS), ("gradient alone", SGD)])
+@pytest.mark.parametrize(("kind", "optimizer"), [("loss", None), ("loss alone", None), ("gradient alone", SGD)])
 def test_a_bad_step_changes_nothing_on_any_rank(
     tmp_path: Path, flowers: ImageDataset, kind: str, optimizer: Any
 ) -> None:

@@ -61,20 +61,10 @@ def status(output_dir: Path) -> dict[str, Any]:
     return dict(json.loads((output_dir / "status.json").read_text()))
 
 
-@pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory, flowers: ImageDataset) -> Path:
-    """A run on two processes without a signal."""
-    folder = tmp_path_factory.mktemp("straight")
-    run_on_ranks(2, train, tiny_config(folder, train_num_steps=STEPS, num_samples=0), flowers)
-    return folder
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_signal_on_any_rank_ends_all_at_the_same_step(
-    straight: Path, tmp_path: Path, flowers: ImageDataset, rank: int
-) -> None:
-    stopped = tmp_path / "stopped"
-    assert run_on_ranks(2, train_with_signal, stopped, flowers.path, rank, 7) == [(False, 7)] * 2
+def test_a_signal_on_any_rank_ends_all_at_the_same_step(tmp_path: Path, flowers: ImageDataset) -> None:
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    run_on_ranks(2, train, tiny_config(straight, train_num_steps=STEPS, num_samples=0), flowers)
+    assert run_on_ranks(2, train_with_signal, stopped, flowers.path, 1, 7) == [(False, 7)] * 2
     assert [path.name for path in (stopped / "checkpoints").glob("step_*")] == ["step_00000007"]
     assert status(stopped)["state"] == "interrupted"
     run_on_ranks(2, train, tiny_config(stopped, train_num_steps=STEPS, num_samples=0), flowers)
