@@ -365,10 +365,9 @@ def test_a_link_restores_the_picture_and_all_controls(browser: Any, rectified: P
         assert shown.page.input_value("#condition-text") == "two & a #flower"
 
 
-def test_a_link_between_two_seeds_and_one_without_meaning(browser: Any, rectified: Page) -> None:
+def test_a_link_between_two_seeds(browser: Any, rectified: Page) -> None:
     with looking_at(browser, rectified.address) as shown:
         shown.open()
-        default = shown.picture()
         shown.page.click("#hold-a")
         shown.set("seed", 9)
         shown.page.click("#hold-b")
@@ -383,16 +382,6 @@ def test_a_link_between_two_seeds_and_one_without_meaning(browser: Any, rectifie
         assert (shown.text("hold-a"), shown.text("hold-b")) == ("A: 0", "B: 9")
         name, _ = downloaded(shown, lambda: shown.page.click("#download"))
         assert name == "seed-0-to-9-at-0.25.png"
-        shown.page.goto("about:blank")
-        wrong = (
-            "#seed=-3&steps=x&guidance=&mix=2&condition-species=99&condition-size=any%22%3E&condition-text=zebra&x=1"
-        )
-        shown.page.goto(rectified.address + wrong)
-        shown.wait()
-        assert shown.page.input_value("#condition-species") == ""
-        assert "knows no word of this text" in shown.text("condition-text-note")
-        assert shown.page.input_value("#mix") == "0"
-        assert shown.picture().shape == default.shape
 
 
 def test_a_download_has_the_drawn_picture(browser: Any, rectified: Page) -> None:

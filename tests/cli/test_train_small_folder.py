@@ -79,17 +79,6 @@ def test_frames_that_are_too_alike_to_hold_any_out(tmp_path: Path) -> None:
         assert_refused("train_oxford.py", 1, f"{flags} {asked} --output_dir {tmp_path}/other", named)
 
 
-def test_a_class_that_is_held_out_as_a_whole_is_named(one_each: Path, tmp_path: Path) -> None:
-    flags = f"{TINY} --dataset_path {one_each} --cache_dir {tmp_path}/cache --output_dir {tmp_path}/run"
-    [said] = run_on_ranks(1, printed, f"{flags} --use_cfg")
-    [warning] = [row for row in said.splitlines() if "no training pictures in" in row]
-    [split] = [row for row in said.splitlines() if row.startswith("held out")]
-    held_out = split.partition("train on, ")[2].split()[0]
-    assert warning.startswith(f"warning: no training pictures in {held_out} of the classes: ")
-    [said] = run_on_ranks(1, printed, f"{flags}-2")
-    assert "no training pictures in" not in said, "nothing is asked for by class"
-
-
 @pytest.mark.parametrize(
     ("flags", "every"),
     [

@@ -24,43 +24,6 @@ from tests.training.runs import assert_same_bytes, losses, tiny_config
 STEPS = 8
 
 
-class PlainDraws(nn.Module):
-    """Knows nothing of this project: draws with torch.randn and nn.Dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.dropout = nn.Linear(3 * 8 * 8, 16), nn.Dropout(0.5)
-        self.drawn: list[Tensor] = []
-        self.dropped: list[Tensor] = []
-
-    def forward(self, images: Tensor, labels: Tensor | None = None) -> Tensor:
-        x = images.flatten(1).float() / 255
-        noise = torch.randn(len(x), 16)
-        kept = self.dropout(torch.ones_like(x))
-        if self.training:
-            self.drawn.append(noise)
-            self.dropped.append(kept)
-        return (self.layer(x * kept) - noise).square().mean()
-
-
-def train_on_plain_draws(config: TrainingConfig, dataset: ImageDataset) -> tuple[list[Tensor], list[Tensor]]:
-    """The draws of each micro-batch on this rank: those by torch.randn, and those by nn.Dropout."""
-    torch.manual_seed(0)
-    flow = PlainDraws()
-    Trainer(flow, dataset, config).train()
-    return flow.drawn, flow.dropped
-
-
-def test_plain_draws_differ_between_ranks_micro_batches_and_steps(tmp_path: Path, flowers: ImageDataset) -> None:
-    config = tiny_config(tmp_path, train_num_steps=STEPS, num_samples=0, batch_size=4)
-    for by_rank in zip(*run_on_ranks(2, train_on_plain_draws, config, flowers), strict=True):
-        # The first pass of each rank is thrown away; it warms up, as the last micro-batch of step 1.
-        assert [len(draws) for draws in by_rank] == [2 * STEPS + 1] * 2
-        draws = [each for of_rank in by_rank for each in of_rank[1:]]
-        for index, one in enumerate(draws):
-            assert not any(torch.equal(one, other) for other in draws[:index])
-
-
 class Normed(nn.Module):
     """A flow with running means, which every forward pass in training changes."""
 

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -42,22 +41,6 @@ def test_a_checkpoint_holds_the_weights_of_its_step(tmp_path: Path) -> None:
     saver.finish()
     saved = [load_file(path / checkpoint.MODEL_FILE) for path in checkpoint.list_checkpoints(tmp_path / "checkpoints")]
     assert sorted(float(each["weight"][0]) for each in saved) == [0, 1]
-
-
-def test_saving_leaves_no_workers_behind(tmp_path: Path) -> None:
-    """A second pool of workers would slow down every later step."""
-    run_on_ranks(1, save_with_several_workers, tmp_path)
-
-
-def save_with_several_workers(output_dir: Path) -> None:
-    torch.set_num_threads(2)
-    weights = {"weight": torch.zeros(256, 256, 3, 3).to(memory_format=torch.channels_last)}
-    weights["weight"] += 1  # large enough for both
-    before = psutil.Process().num_threads()
-    saver = BackgroundSaver(TrainingConfig(output_dir=output_dir))
-    saver.save(1, {checkpoint.MODEL_FILE: weights}, write(output_dir, 1))
-    saver.finish()
-    assert psutil.Process().num_threads() == before + 1, "more than the thread that writes"
 
 
 def test_a_full_disk_keeps_the_run_and_the_checkpoint_before(tmp_path: Path) -> None:
