@@ -24,11 +24,7 @@ FAST, SLOW = 1e6, 2e4
 
 
 def chosen(
-    count: int,
-    words: str = "",
-    folder: str = "pictures",
-    kind: type[TrainConfig] = TrainConfig,
-    rate: float = SLOW,
+    count: int, words: str = "", folder: str = "pictures", kind: type[TrainConfig] = TrainConfig, rate: float = SLOW
 ) -> dict[str, object]:
     """Return all flags of a run on ``count`` pictures."""
     data = f"--dataset_path {folder} " if folder else "--dataset synthetic-flowers "
@@ -186,11 +182,7 @@ def test_stratified_times_are_not_chosen_for_other_flows_or_times() -> None:
 @pytest.mark.parametrize(
     ("kind", "words", "expected"),
     [
-        (
-            TrainConfig,
-            "",
-            {"method": "rectified", "precisions": ("no", "bf16"), "starter": "suited", "batch": None},
-        ),
+        (TrainConfig, "", {"method": "rectified", "precisions": ("no", "bf16"), "starter": "suited", "batch": None}),
         (TrainConfig, "--mixed_precision no --batch_size 4", {"precisions": ("no",), "batch": 4}),
         (TrainConfig, "--image_size 24", {"starter": "unsuited", "sides": (24, 24), "augment": 0.15}),
         (TrainConfig, "--init_from starter --augment 0.3", {"starter": "requested", "augment": 0.3}),

@@ -163,11 +163,7 @@ def learn(method: str, teacher: Path, output_dir: Path, teacher_dir: Path | None
     ],
 )
 def test_training_starts_from_the_teacher(
-    method: str,
-    expected: dict[str, Any],
-    teachers: dict[str, Path],
-    drawn: dict[str, StoreDataset],
-    tmp_path: Path,
+    method: str, expected: dict[str, Any], teachers: dict[str, Path], drawn: dict[str, StoreDataset], tmp_path: Path
 ) -> None:
     run_on_ranks(1, learn, method, teachers[method], tmp_path, drawn[method].path, 6)
     assert list(losses(tmp_path)) == [3, 6]

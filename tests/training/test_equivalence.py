@@ -144,12 +144,7 @@ def gradient(config: TrainingConfig, dataset: ImageDataset, tiny: Tiny, start: P
 
 
 @pytest.mark.parametrize(
-    ("kind", "precision", "tolerance"),
-    [
-        ("rectified", "no", 1e-5),
-        ("mean", "no", 1e-5),
-        ("mean", "bf16", 3e-2),
-    ],
+    ("kind", "precision", "tolerance"), [("rectified", "no", 1e-5), ("mean", "no", 1e-5), ("mean", "bf16", 3e-2)]
 )
 def test_gradients_are_those_of_the_joined_batch(
     runs: Runs, tmp_path: Path, flowers: ImageDataset, kind: Kind, precision: str, tolerance: float
