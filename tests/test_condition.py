@@ -19,6 +19,7 @@ from rectified_flow.errors import UsageError
 from rectified_flow.networks.unet import Unet
 from rectified_flow.randomness import BatchRows, Samples, deterministic
 from rectified_flow.registry import build, describe
+from tests.networks.test_unet import small
 
 CPU = torch.device("cpu")
 BOTH: ConditionSpecs = {"labels": Labels(3, ("a", "b", "c")), "place": Number((0.0, 9.0))}
@@ -136,11 +137,7 @@ def test_a_row_is_unconditional_if_nothing_is_left() -> None:
 
 
 def unet(conditions: ConditionSpecs) -> Unet:
-    torch.manual_seed(0)
-    network = Unet(8, (1, 2), 3, conditions, image_size=8, attention_sides=(), blocks_per_level=1)
-    for parameter in filter(lambda parameter: parameter.requires_grad, network.parameters()):
-        torch.nn.init.normal_(parameter, std=0.1)
-    return network
+    return small(dim=8, conditions=conditions, attention_sides=(), blocks_per_level=1)
 
 
 def test_a_missing_number_is_as_good_as_none() -> None:

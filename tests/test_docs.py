@@ -2,7 +2,7 @@
 
 A bash block of a page is run, unless the line before it is ``<!-- not run: REASON -->``. A python block is compiled and
 its imports are checked, and it is run if the line before it is ``<!-- run -->``. The blocks of a page run in order, in
-one folder. Programs run with tiny flags appended, as a later flag wins.
+one folder. Programs run with tiny flags appended, as a later flag wins. The cells of first_steps.ipynb run in order.
 """
 
 import ast
@@ -11,6 +11,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,8 +19,11 @@ from functools import partial
 from pathlib import Path
 from string import Template
 
+import nbformat
 import numpy as np
 import pytest
+from nbclient import NotebookClient
+from nbformat import NotebookNode
 from PIL import Image
 
 from rectified_flow.cli.config import (
@@ -366,3 +370,40 @@ def test_the_blocks_of_a_page_run(page: Path, prepared: Path, tmp_path: Path) ->
             if command.is_run and command.script in CONFIGS and not ONLY_PARSED.keys() & set(command.words):
                 assert command.program is not None
                 run_command(*command.program, tmp_path)
+
+
+NOTEBOOK = ROOT / "docs" / "first_steps.ipynb"
+TINY_NOTEBOOK = """
+pictures, data, steps = None, "--dataset synthetic-flowers", 6
+size = "--image_size 16 --dim 16 --dim_mults 1 2"
+"""
+
+
+@pytest.fixture
+def notebook() -> NotebookNode:
+    return nbformat.read(NOTEBOOK, as_version=4)
+
+
+def has_tag(cell: NotebookNode, tag: str) -> bool:
+    return tag in cell.metadata.get("tags", [])
+
+
+def test_the_notebook_is_kept_without_outputs(notebook: NotebookNode) -> None:
+    nbformat.validate(notebook)
+    assert all(not cell.outputs and cell.execution_count is None for cell in notebook.cells if cell.cell_type == "code")
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(notebook: NotebookNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    notebook.cells = [cell for cell in notebook.cells if not has_tag(cell, "install")]
+    [settings] = [cell for cell in notebook.cells if has_tag(cell, "parameters")]
+    settings.source += TINY_NOTEBOOK
+    NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    shown = [
+        output for cell in notebook.cells for output in cell.get("outputs", []) if "image/png" in output.get("data", {})
+    ]
+    assert len(shown) == 1 + 3 + 1, "the loss, three grids and the samples"
+    printed = "".join(output.text for cell in notebook.cells for output in cell.get("outputs", []) if "text" in output)
+    assert "Traceback" not in printed
+    assert (tmp_path / "page.zip").exists()

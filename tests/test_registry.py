@@ -13,14 +13,7 @@ import pytest
 
 from rectified_flow import registry
 from rectified_flow.errors import UsageError
-from rectified_flow.registry import (
-    build,
-    describe,
-    find,
-    names,
-    parameters_of,
-    register,
-)
+from rectified_flow.registry import build, describe, find, names, parameters_of, register
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,6 @@ import pytest
 from rectified_flow.cli.build import build_flow
 from rectified_flow.cli.config import EvaluateConfig, ExportConfig, OneStepConfig, SampleConfig, TrainConfig
 from rectified_flow.cli.programs import PROGRAMS
-from rectified_flow.cli.train import check_flags
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import flag_types, parse, recorded
 from rectified_flow.registry import describe
@@ -126,11 +125,8 @@ def test_arguments_follow_the_name_of_a_part_or_are_those_of_the_default(words: 
     [
         ('{"seed": 1, "sede": 2}', "sets flags that this program does not have: sede"),
         ("seed: 1", "config.json is damaged: Invalid JSON: "),
-        ("[1]", "config.json is damaged: it is [1], but input should be "),
         (None, "config.json is missing"),
-        ('{"dim": "8"}', 'config.json is damaged: dim is "8", but input should be a valid integer'),
         ('{"dim_mults": [1, 2, "--import", "os"]}', 'dim_mults.2 is "--import", but input should be a valid integer'),
-        ('{"seed": -1}', "config.json is damaged: seed is -1, but input should be greater than or equal to 0"),
         ('{"aspect_ratio": "3"}', "config.json is damaged: --aspect_ratio is 3; it must be width:height"),
     ],
 )
@@ -180,8 +176,6 @@ def test_the_command_lists_its_programs_and_names_its_version() -> None:
     [
         ("trian", "did you mean train?"),
         ("eval", "did you mean evaluate?"),
-        ("train-one-step", "did you mean one-step?"),
-        ("help", "did you mean --help?"),
         ("--dataset_path", "choose one of train, one-step, sample, evaluate, export, watch"),
     ],
 )
@@ -189,16 +183,14 @@ def test_an_unknown_program_is_one_sentence(word: str, remedy: str) -> None:
     assert start_command([word]) == (2, "", f"rectified-flow: error: {word} is not a command; {remedy}\n")
 
 
-@pytest.mark.parametrize("name", ["train", "sample"])
-def test_a_program_of_the_command_has_the_help_of_its_script(name: str) -> None:
-    script = f"{PROGRAMS[name].__name__}.py"
-    code, shown, errors = start_command([name, "--help"])
+def test_a_program_of_the_command_has_the_help_of_its_script() -> None:
+    code, shown, errors = start_command(["sample", "--help"])
     assert (code, errors) == (0, "")
-    words = [sys.executable, script, "--help"]
+    words = [sys.executable, "sample.py", "--help"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, check=True)
-    assert shown.startswith(f"usage: rectified-flow {name} [-h]")
-    assert shown == done.stdout.replace(script, f"rectified-flow {name}", 1)
-    code, _, errors = start_command([name, "--sede", "1"])
+    assert shown.startswith("usage: rectified-flow sample [-h]")
+    assert shown == done.stdout.replace("sample.py", "rectified-flow sample", 1)
+    code, _, errors = start_command(["sample", "--sede", "1"])
     assert code == 2
     assert errors.count("Unrecognized options: ") == 1
 
@@ -231,56 +223,16 @@ def test_no_flag_has_two_defaults(
 
 
 @pytest.mark.parametrize(
-    ("words", "flag"),
-    [
-        (["--dataset_path", "", "--image_size", "8"], "dataset_path"),
-        (["--dataset_path="], "dataset_path"),
-        (["--output_dir", ""], "output_dir"),
-    ],
-)
-def test_an_unset_variable_is_not_the_current_folder(words: list[str], flag: str) -> None:
-    with pytest.raises(UsageError, match=f"--{flag} is empty: check whether a variable is unset"):
-        parse(TrainConfig, "Train a flow.", words)
-
-
-@pytest.mark.parametrize("flag", ["output_dir", "cache_dir"])
-@pytest.mark.parametrize("inside", [".", "runs/a", "../pictures/deep"])
-def test_a_run_does_not_write_into_its_own_pictures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: str, inside: str
-) -> None:
-    pictures = tmp_path / "pictures"
-    pictures.mkdir()
-    monkeypatch.chdir(pictures)
-    words = ["--dataset_path", ".", "--output_dir", str(tmp_path / "runs"), f"--{flag}", inside]
-    with pytest.raises(UsageError, match=f"--{flag} {inside} lies inside --dataset_path"):
-        check_flags(parse(TrainConfig, "Train a flow.", words))
-    outside = ["--dataset_path", ".", "--output_dir", "../runs", f"--{flag}", "../pictures-2"]
-    check_flags(parse(TrainConfig, "Train a flow.", outside))
-
-
-@pytest.mark.parametrize(
     ("words", "sentence"),
     [
         ("--network Vit", "--network Vit is not registered: choose "),
-        ("--network MeanFlow", "--network MeanFlow is not registered: choose "),
         ("--network heads=3", "--network heads=3: Unet takes KEY=VALUE with the keys dim, "),
-        ("--network Unet blocks_per_level", "--network blocks_per_level: Unet takes KEY=VALUE"),
         ("--network blocks_per_level=x", "--network blocks_per_level is x; it must be a valid integer"),
-        (f"--network blocks_per_level={'9' * 5000}", "--network blocks_per_level is 9999"),
-        (f"--network blocks_per_level={'[' * 5000}", "--network blocks_per_level is [[[["),
         ("--flow condition_dropout=2", "--flow condition_dropout is 2; it must be less than or equal to 1"),
-        ("--flow Unet", "--flow Unet is not registered"),
         ("--space Sphere", "--space Sphere is not registered: choose "),
         ("--time_distribution stdev=1", "--time_distribution stdev=1: LogitNormal takes KEY=VALUE with the keys mean,"),
-        ("--time_distribution uniform std=2", "--time_distribution std=2: Uniform takes KEY=VALUE"),
-        (
-            "--method reflow --teacher a --time_distribution mean=0",
-            "--time_distribution mean=0: UShaped takes ",
-        ),
-        (
-            "--method distill --teacher a --time_distribution uniform",
-            "--time_distribution ",
-        ),
+        ("--method reflow --teacher a --time_distribution mean=0", "--time_distribution mean=0: UShaped takes "),
+        ("--method distill --teacher a --time_distribution uniform", "--time_distribution "),
         ("--method mean_flow --prediction clean", "--prediction has no effect: MeanFlow has no argument prediction"),
         ("--guidance_scale 2", "--guidance_scale has no effect: RectifiedFlow has no argument guidance_scale"),
     ],

@@ -24,6 +24,7 @@ from rectified_flow.flows.flow_map import FlowMap
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.latents.space import Latents
+from rectified_flow.load import model_hash
 from rectified_flow.networks.unet import Unet
 from rectified_flow.spaces.degradations import Downsample, Mask
 from rectified_flow.spaces.pixels import Pixels
@@ -64,7 +65,9 @@ def written(flow: Flow, folder: Path, *flags: str) -> tuple[Callable[..., Tensor
 def test_latents_have_a_decoder_beside_the_network(tmp_path: Path) -> None:
     space = Latents(Haar(1), 8, mean=[0.5] * 12, std=[2.0] * 12)
     network = Unet(8, (1,), 12, image_size=4, attention_sides=(), blocks_per_level=1)
-    _, description = written(RectifiedFlow(network, space=space), tmp_path, "--format", "page")
+    flow = RectifiedFlow(network, space=space)
+    _, description = written(flow, tmp_path, "--format", "page")
+    assert description["hash"] == model_hash(flow), "which a download of the page names"
     assert description["decoder"] == {"file": "decoder.onnx", "shape": [3, 8, 8]}
     decode = exporting.load_program((tmp_path / "exported/decoder.onnx").read_bytes())
     x = torch.randn(3, 12, 4, 4)
@@ -89,10 +92,7 @@ def test_a_rectified_flow_with_labels_as_onnx(tmp_path: Path, capsys: pytest.Cap
     labels = torch.tensor([0, 1, 2, 1, 0])
     expected = flow.eval().exact_velocity(x, t, labels=labels)
     assert (run(x=x, t=t, labels=labels) - expected).abs().max() <= 1e-5 * expected.abs().max()
-    assert said["inputs"] == {
-        **X_AND_T,
-        "labels": {"type": "int64", "shape": ["b"]},
-    }
+    assert said["inputs"] == {**X_AND_T, "labels": {"type": "int64", "shape": ["b"]}}
     assert (said["kind"], said["steps"], said["solver"]) == ("rectified", 16, "ab2")
     assert (said["channels"], said["range"], said["output"], said["source"]) == (3, [-1, 1], "velocity", None)
     assert "difference at most" in capsys.readouterr().out
@@ -115,20 +115,6 @@ def test_a_map_in_half_as_onnx(tmp_path: Path) -> None:
     assert 1e-6 < difference < 2e-2
     assert (said["kind"], said["output"]) == ("map", "average velocity")
     assert (said["steps"], said["solver"]) == (1, None)
-
-
-@torch.no_grad()
-def test_a_noise_prediction_that_is_told_of_augmentation(tmp_path: Path) -> None:
-    """The augmentation is no input of the program: it is zero, as in sampling."""
-    flow = RectifiedFlow(
-        small(augmentation=AugmentationLabels(9)), prediction="noise", space=Pixels((3, 8, 8), augmentation=0.1)
-    )
-    run, said = written(flow, tmp_path)
-    assert list(said["inputs"]) == ["x", "t"]  # type: ignore[call-overload]
-    assert said["conditions"] == []
-    x, t = torch.randn(6, 3, 8, 8), torch.rand(6)
-    expected = flow.eval().exact_velocity(x, t, augmentation=torch.zeros(6, 9))
-    assert (run(x=x, t=t) - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 @torch.no_grad()
@@ -173,7 +159,7 @@ def test_a_path_that_starts_from_a_source_needs_no_further_input(tmp_path: Path)
 
 @torch.no_grad()
 def test_captions_numbers_and_labels_are_inputs_under_their_names(tmp_path: Path) -> None:
-    """A missing value is NaN for the flow, and 1e30 for the program."""
+    """A missing value is NaN for the flow, and 1e30 for the program. Augmentation is no input: it is zero."""
     names = {"species": "class", "size": "größe"}
     encoder = BagOfWords(("red", "flower", "two"))
     conditions: dict[str, Any] = {
@@ -181,7 +167,8 @@ def test_captions_numbers_and_labels_are_inputs_under_their_names(tmp_path: Path
         names["size"]: Number((0.0, 1.5, 8.0)),
         names["species"]: Labels(2, ("cat", "dog")),
     }
-    flow = RectifiedFlow(small(**conditions), space=Pixels((3, 8, 8)))
+    network = small(**conditions, augmentation=AugmentationLabels(9))
+    flow = RectifiedFlow(network, prediction="noise", space=Pixels((3, 8, 8), augmentation=0.1))
     run, said = written(flow, tmp_path)
     assert said["inputs"] == {
         **X_AND_T,
@@ -202,10 +189,11 @@ def test_captions_numbers_and_labels_are_inputs_under_their_names(tmp_path: Path
         names["species"]: torch.tensor([0, 2, 1, 2]),
     }
     x, t = torch.randn(4, 3, 8, 8), torch.rand(4)
-    expected = flow.eval().exact_velocity(x, t, **values)
+    unaugmented = torch.zeros(4, 9)
+    expected = flow.eval().exact_velocity(x, t, **values, augmentation=unaugmented)
     found = run(x=x, t=t, **{name: each.nan_to_num(nan=LARGEST) for name, each in values.items()})
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
-    differences = (expected - flow.exact_velocity(x, t)).abs().amax(dim=(1, 2, 3))
+    differences = (expected - flow.exact_velocity(x, t, augmentation=unaugmented)).abs().amax(dim=(1, 2, 3))
     assert (differences > 1e-3).tolist() == [True, True, True, False], "they matter"
 
 

@@ -1,6 +1,8 @@
-"""Tests of an exported page in a browser: its pictures, its controls and its requests."""
+"""Tests of an exported page in a browser: pictures, controls, requests, links, downloads, and no network."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -11,13 +13,21 @@ import pytest
 import torch
 from PIL import Image
 
+from rectified_flow.cli.export import QuietHandler, finished, page_sources
+from rectified_flow.condition import Labels, Number
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.rectified import RectifiedFlow
+from rectified_flow.flows.solvers import Guidance
 from rectified_flow.measurements.space import Fields
 from rectified_flow.networks.unet import Unet
-from tests.cli.browser import HAS_CARD, Shown, drawn, export_page, looking_at, page_of, serving
+from rectified_flow.spaces.pixels import Pixels
+from rectified_flow.text.caption import Caption
+from rectified_flow.text.encoders import BagOfWords
+from tests.cli.browser import HAS_CARD, UNNAMED, Shown, drawn, export_page, looking_at, page_of, serving
+from tests.cli.test_export import small
 from tests.patience import wait_for
 from tests.test_load import FLOWS
+from tests.text.tiny_encoder import tiny_encoder
 
 pytestmark = pytest.mark.page
 SEEDS = [0, 7, 4_000_000_000]
@@ -73,9 +83,6 @@ def test_webgpu_draws_the_pictures_of_sample(exported: tuple[Flow, str], on_card
     for seed in SEEDS[:2]:
         on_card.set("seed", seed)
         assert np.abs(on_card.picture() - drawn(flow, seed)[0]).max() <= 2
-    on_card.set("condition-labels", 1)
-    dog = drawn(flow, SEEDS[1], conditions={"labels": torch.tensor([1])})[0]
-    assert np.abs(on_card.picture() - dog).max() <= 2
     assert on_card.page.evaluate("document.body.dataset.backend") == "webgpu", "to the end"
     on_card.page.click("#other")
     on_card.wait()
@@ -88,7 +95,6 @@ def test_webgpu_draws_the_pictures_of_sample(exported: tuple[Flow, str], on_card
     [
         ("throw new Error('no shaders')", "", "WebGPU failed: no shaders"),
         ("", "throw new Error('the card is lost')", "WebGPU failed: the card is lost"),
-        ("", "return { v: { data: new Float32Array(192) } }", "WebGPU failed: its output is not usable"),
         ("", "return { v: { data: new Float32Array(192).fill(NaN) } }", "WebGPU failed: its output is not usable"),
     ],
 )
@@ -161,8 +167,6 @@ def test_the_controls_change_what_is_drawn(exported: tuple[Flow, str], shown: Sh
     dog: dict[str, Any] = {"conditions": {"labels": torch.tensor([1])}, "steps": 5}
     assert np.abs(shown.picture() - drawn(flow, 3, **dog)[0]).max() <= 2
     if not is_map:
-        from rectified_flow.flows.solvers import Guidance
-
         shown.set("guidance", 3)
         assert np.abs(shown.picture() - drawn(flow, 3, guidance=Guidance(3.0), **dog)[0]).max() <= 2
         shown.set("guidance", 1)
@@ -204,3 +208,223 @@ def test_measurements_are_shown_in_their_colours(browser: Any, tmp_path: Path) -
             assert len(np.unique(expected.reshape(-1, 3), axis=0)) > 20
             assert np.abs(shown.picture() - expected).max() <= 8, "colours next to each other differ by up to 8"
         assert shown.text("legend").split() == ["280", "290"]
+
+
+SHAPE = (3, 8, 8)
+EXAMPLES = ("a red flower", "two blue flowers, and a cat")
+LATER = "document.body.dataset.drawn = ''"
+
+
+def values_of(flow: Flow, **texts: str | None) -> dict[str, torch.Tensor]:
+    """The values of a written condition; None is "none"."""
+    kinds: Any = {name: flow.conditions[name.removesuffix("_")] for name in texts}
+    return {
+        name.removesuffix("_"): kinds[name].none(1, torch.device("cpu")) if text is None else kinds[name].parse([text])
+        for name, text in texts.items()
+    }
+
+
+def differs(shown: Shown, flow: Flow, values: dict[str, torch.Tensor], **options: Any) -> int:
+    return int(np.abs(shown.picture() - drawn(flow, 0, conditions=values, **options)[0]).max())
+
+
+def test_a_text_a_number_and_a_label_are_chosen(tmp_path: Path, browser: Any) -> None:
+    """The pictures are those of sample.py for the same values, and also where one has none."""
+    encoder = BagOfWords.of(EXAMPLES)
+    caption = Caption(encoder, encoder.size, 0, EXAMPLES)
+    columns: dict[str, Any] = {
+        "text": caption,
+        "petal_length": Number((0.0, 1.5, 3.0, 8.0, 20.0)),
+        "class": Labels(2, ("cat", "dog")),
+    }
+    flow = RectifiedFlow(small(**columns), space=Pixels(SHAPE))
+    with page_of(flow, tmp_path, browser) as shown:
+        shown.open()
+        page = shown.page
+        assert page.evaluate(UNNAMED) == []
+        assert page.get_by_label("Text", exact=True).input_value() == EXAMPLES[0]
+        chosen: dict[str, str | None] = {"text": EXAMPLES[0], "petal_length": "3"}
+        assert differs(shown, flow, values_of(flow, **chosen)) <= 2, "the label is drawn by the seed"
+
+        shown.set("condition-class", 1)
+        shown.set("condition-petal_length", 12)
+        assert shown.text("conditions").split("\n")[:2] == ["Petal length", "12"]
+        page.evaluate(LATER)
+        page.get_by_label("Text", exact=True).fill("Two cats and a CAT")
+        shown.wait()
+        chosen = {"text": "two cats and a cat", "petal_length": "12", "class_": "dog"}
+        assert differs(shown, flow, values_of(flow, **chosen)) <= 2
+        note = "Ignored, because the training captions do not contain them: cats."
+        assert page.inner_text("#condition-text-note") == note
+
+        before = shown.picture()
+        page.get_by_label("Text", exact=True).fill("nothing known")
+        page.keyboard.press("Enter")
+        note = page.inner_text("#condition-text-note")
+        assert note.startswith("The model knows no word of this text. It knows words such as ")
+        assert note.endswith("The picture still shows “Two cats and a CAT”.")
+        assert np.array_equal(shown.picture(), before)
+        shown.set("condition-class", "2")
+        assert differs(shown, flow, values_of(flow, **chosen | {"class_": None})) <= 2
+
+        page.evaluate(LATER)
+        page.get_by_label("Any Petal length").check()
+        shown.wait()
+        chosen |= {"class_": None, "petal_length": None}
+        assert differs(shown, flow, values_of(flow, **chosen)) <= 2
+        shown.page.evaluate(LATER)
+        page.get_by_role("button", name="Example").click()
+        shown.wait()
+        chosen["text"] = EXAMPLES[1]
+        assert page.get_by_label("Text", exact=True).input_value() == EXAMPLES[1]
+        shown.set("guidance", 2.5)
+        assert differs(shown, flow, values_of(flow, **chosen), guidance=Guidance(2.5)) <= 2
+
+
+def test_a_text_is_encoded_by_a_pretrained_encoder(tmp_path: Path, browser: Any) -> None:
+    """The network attends to its tokens, of which some texts have more and some have fewer than it takes."""
+    encoder = tiny_encoder(tmp_path / "encoder")
+    caption = Caption(encoder, encoder.size, 6, EXAMPLES)
+    flow = RectifiedFlow(small(text=caption), space=Pixels(SHAPE))
+    with page_of(flow, tmp_path, browser) as shown:
+        shown.open()
+        assert differs(shown, flow, values_of(flow, text=EXAMPLES[0])) <= 2
+        for text in ("A cat.", "The red, blue flowers and the two dogs in the red flower, and a cat!", "unseen"):
+            shown.page.evaluate(LATER)
+            shown.page.get_by_label("Text", exact=True).fill(text)
+            shown.wait()
+            assert differs(shown, flow, values_of(flow, text=text)) <= 2
+        assert shown.page.inner_text("#condition-text-note") == ""
+
+
+def flow_with_conditions() -> Flow:
+    caption = Caption(BagOfWords(("red", "flower", "two")), 3, 0, ("a red flower", "two"))
+    conditions = {"text": caption, "size": Number((0.0, 1.5, 8.0)), "species": Labels(2, ("cat", "dog"))}
+    return RectifiedFlow(small(**conditions), space=Pixels((3, 8, 8)))
+
+
+@dataclass
+class Page:
+    """The folder and the address of an exported page, and the paths that were asked for."""
+
+    folder: Path
+    address: str
+    asked: list[str]
+
+
+@pytest.fixture(scope="module")
+def rectified(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    asked: list[str] = []
+
+    class Noting(QuietHandler):
+        def do_GET(self) -> None:  # noqa: N802
+            asked.append(self.path)
+            super().do_GET()
+
+    page = export_page(flow_with_conditions(), tmp_path_factory.mktemp("rectified"))
+    with serving(page, Noting) as address:
+        yield Page(page, address, asked)
+
+
+def downloaded(shown: Shown, action: Callable[[], None]) -> tuple[str, np.ndarray]:
+    """The name and the pixels of the file that an action saves."""
+    with shown.page.expect_download() as download:
+        action()
+    with Image.open(download.value.path()) as picture:
+        assert picture.format == "PNG"
+        return download.value.suggested_filename, np.array(picture.convert("RGB"))
+
+
+def test_a_link_restores_the_picture_and_all_controls(browser: Any, rectified: Page) -> None:
+    given = {"seed": 7, "steps": 5, "guidance": 2.5, "condition-size": 3, "condition-species": 1}
+    with looking_at(browser, rectified.address, has_touch=True) as shown:
+        shown.open("?backend=wasm")
+        first = shown.picture()
+        shown.page.fill("#condition-text", "two & a #flower")
+        shown.page.keyboard.press("Enter")
+        for name, value in given.items():
+            shown.set(name, value)
+        picture = shown.picture()
+        shown.page.tap("#link")
+        wait_for("a message", lambda: "copied" in shown.text("status"))
+        link = shown.page.url
+        shown.page.evaluate(
+            "location.hash = '#seed=0&steps=16&guidance=1&condition-text=a+red+flower&condition-size=1.5'"
+        )
+        shown.page.evaluate("document.body.dataset.drawn = ''")
+        shown.page.evaluate("location.hash = '#condition-species='")
+        shown.wait("document.getElementById('condition-species').value === ''")
+    assert link.startswith(f"{rectified.address}?backend=wasm#")
+    assert not np.array_equal(picture, first)
+    with looking_at(browser, link) as shown:
+        shown.address = rectified.address
+        shown.page.goto(link)
+        shown.wait()
+        assert np.abs(shown.picture().astype(int) - picture).max() <= 2
+        assert {name: float(shown.page.input_value(f"#{name}")) for name in given} == given
+        assert shown.page.input_value("#condition-text") == "two & a #flower"
+
+
+def test_a_link_between_two_seeds(browser: Any, rectified: Page) -> None:
+    with looking_at(browser, rectified.address) as shown:
+        shown.open()
+        shown.page.click("#hold-a")
+        shown.set("seed", 9)
+        shown.page.click("#hold-b")
+        shown.set("mix", 0.25)
+        middle = shown.picture()
+        shown.page.click("#link")
+        link = shown.page.url
+        shown.page.goto("about:blank")
+        shown.page.goto(link)
+        shown.wait()
+        assert np.abs(shown.picture().astype(int) - middle).max() <= 2
+        assert (shown.text("hold-a"), shown.text("hold-b")) == ("A: 0", "B: 9")
+        name, _ = downloaded(shown, lambda: shown.page.click("#download"))
+        assert name == "seed-0-to-9-at-0.25.png"
+
+
+def test_a_download_has_the_drawn_picture(browser: Any, rectified: Page) -> None:
+    with looking_at(browser, rectified.address, has_touch=True) as shown:
+        shown.open()
+        shown.set("seed", 12)
+        picture = shown.picture()
+        name, pixels = downloaded(shown, lambda: shown.page.tap("#download"))
+        assert name == "seed-12.png"
+        assert np.array_equal(pixels, picture)
+        shown.page.focus("#download-large")
+        name, pixels = downloaded(shown, lambda: shown.page.keyboard.press("Enter"))
+        assert name == "seed-12-4x.png"
+        assert np.array_equal(pixels, picture.repeat(4, axis=0).repeat(4, axis=1))
+
+
+def test_the_page_works_without_a_network_after_a_visit(browser: Any, rectified: Page) -> None:
+    kept = "caches.keys().then((names) => names.join())"
+    with looking_at(browser, rectified.address, service_workers="allow") as shown:
+        shown.open()
+        shown.page.evaluate("navigator.serviceWorker.ready.then(() => true)")
+        picture, version = shown.picture(), shown.page.evaluate(kept)
+        assert version.startswith(f"{rectified.address} ")
+        assert not [path for path in rectified.asked if "webgpu" in path or "asyncify" in path], "only one runtime"
+        shown.page.context.set_offline(True)
+        before = len(rectified.asked)
+        for query in ("", "?backend=wasm", "index.html#seed=0"):
+            shown.page.goto("about:blank")
+            shown.open(query)
+            assert np.array_equal(shown.picture(), picture)
+        shown.set("seed", 5)
+        assert not np.array_equal(shown.picture(), picture)
+        assert {path.partition("?")[0] for path in rectified.asked[before:]} <= {"/offline.js"}, (
+            "an update is asked for"
+        )
+        shown.problems.clear()  # the browser says that there is no network
+
+        shown.page.context.set_offline(False)
+        program = {"model.onnx": (rectified.folder / "model.onnx").read_bytes()}
+        description = json.loads((rectified.folder / "model.json").read_text())
+        for name, content in finished(page_sources() | program, description | {"changed": True}).items():
+            (rectified.folder / name).write_bytes(content)
+        shown.page.reload()
+        shown.wait()
+        wait_for("the new version", lambda: shown.page.evaluate(kept) != version)
+        wait_for("one version", lambda: "," not in shown.page.evaluate(kept))

@@ -257,35 +257,6 @@ def test_a_stroke_covers_the_pixels_near_its_way(page_folder: Path) -> None:
     assert line.nonzero().tolist() == [[2, column] for column in range(1, 6)]
 
 
-def test_a_condition_may_have_the_name_of_what_every_object_has(page_folder: Path) -> None:
-    names = ["constructor", "toString"]
-    model = {
-        "kind": "rectified",
-        "inputs": {"x": {"shape": ["b", 3, 8, 8]}, **{name: {"shape": ["b"]} for name in names}},
-        "conditions": [{"name": name, "kind": "number"} for name in names],
-    }
-    body = """
-    const seen = [];
-    const call = async (inputs) => {
-      seen.push(Object.fromEntries(given.names.map((name) => [name, [...inputs[name]]])));
-      return inputs.x;
-    };
-    await sampler.sample(given.model, given.job, call, () => {});
-    return seen;
-    """
-    job = {
-        "numbers": [0],
-        "from": 0,
-        "mix": 0,
-        "conditions": {"constructor": 3, "toString": None},
-        "steps": 1,
-        "guidance": 2,
-    }
-    [seen] = run(page_folder, body, model=model, job=job, names=names)
-    assert seen["constructor"] == pytest.approx([3, 1e30])
-    assert seen["toString"] == pytest.approx([1e30, 1e30])
-
-
 @pytest.mark.parametrize(("number", "label"), [(0, None), (0, 1), (0, 2), (None, None)])
 def test_a_download_says_what_python_says(
     page_folder: Path, tmp_path: Path, number: int | None, label: int | None

@@ -1,7 +1,5 @@
-"""Tests of an exported page with the picture of a visitor."""
+"""Tests of an exported page with a visitor's picture, by keyboard, and by the Web Content Accessibility Guidelines."""
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,8 +16,10 @@ from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.spaces.degradations import Downsample, Mask
 from rectified_flow.spaces.pixels import Pixels
 from tests.cli.browser import UNNAMED, Shown, export_page, looking_at, serving
-from tests.cli.test_export import ROOT, small
-from tests.patience import PATIENCE, wait_for
+from tests.cli.test_export import small
+from tests.cli.test_page import flow_with_conditions
+from tests.patience import wait_for
+from tests.programs import call
 
 pytestmark = pytest.mark.page
 SHAPE = (3, 8, 8)
@@ -35,24 +35,21 @@ PASTE = """async (name) => {
 
 
 @contextmanager
-def exported(flow: Flow, folder: Path, browser: Any) -> Iterator[tuple[Shown, Callable[..., np.ndarray]]]:
-    """The page of a flow, which is not waited for, and a function that returns what sample.py makes of given.png."""
+def exported(flow: Flow, folder: Path, browser: Any) -> Iterator[Shown]:
+    """Show the page of a flow, which is not waited for, with the picture given.png of a visitor beside it."""
     page = export_page(flow, folder)
-    given = np.random.default_rng(0).integers(256, size=(8, 8, 3), dtype=np.uint8)
-    Image.fromarray(given).save(page / "given.png")
-
-    def sampled(*flags: str) -> np.ndarray:
-        command = [sys.executable, "sample.py", "--checkpoint", str(folder), "--output_dir", str(folder / "made")]
-        command += ["--from_images", str(folder / "exported/given.png"), *flags]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, check=False)
-        assert done.returncode == 0, done.stderr
-        variants = sorted((folder / "made").glob("given-*.png"), key=lambda file: int(file.stem.split("-")[1]))
-        files = variants or [folder / "made/given.png"]
-        return np.stack([np.array(Image.open(file)).astype(int) for file in files])
-
+    pixels = np.random.default_rng(0).integers(256, size=(8, 8, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(page / "given.png")
     with serving(page) as address, looking_at(browser, address) as shown:
         shown.page.goto(address)
-        yield shown, sampled
+        yield shown
+
+
+def sampled(folder: Path) -> np.ndarray:
+    """Return what sample.py makes of given.png."""
+    given = folder / "exported/given.png"
+    call("sample.py", "--checkpoint", folder, "--output_dir", folder / "made", "--from_images", given)
+    return np.array(Image.open(folder / "made/given.png")).astype(int)
 
 
 def given(folder: Path) -> np.ndarray:
@@ -76,20 +73,11 @@ def paint(shown: Shown, frame: str) -> None:
     shown.wait()
 
 
-def painted_mask(shown: Shown, folder: Path) -> np.ndarray:
-    """Return the mask of the painted pixels, and write it to mask.png."""
-    mask = (before(shown) != given(folder)).any(axis=2)
-    assert 4 < mask.sum() < 40
-    assert mask[3, 5]
-    Image.fromarray(np.where(mask, 255, 0).astype(np.uint8)).save(folder / "mask.png")
-    return mask
-
-
 def test_a_picture_is_degraded_and_translated(tmp_path: Path, browser: Any) -> None:
     """The page asks for a picture first. The visitor drops or pastes the picture."""
     settings: dict[str, Any] = {"from_source": True, "source_noise": 0.25, "degradation": Downsample(2)}
     flow = RectifiedFlow(small(), space=Pixels(SHAPE), **settings)
-    with exported(flow, tmp_path, browser) as (shown, sampled):
+    with exported(flow, tmp_path, browser) as shown:
         page, file = shown.page, tmp_path / "exported/given.png"
         wait_for("the page", page.locator("#call").is_visible)
         assert page.locator("#controls").is_hidden()
@@ -100,13 +88,13 @@ def test_a_picture_is_degraded_and_translated(tmp_path: Path, browser: Any) -> N
         assert page.locator("#call").is_hidden()
         assert page.evaluate(UNNAMED) == []
         first = shown.picture()
-        assert np.abs(first - sampled()[0]).max() <= 2
+        assert np.abs(first - sampled(tmp_path)).max() <= 2
         shrunk = given(tmp_path).reshape(4, 2, 4, 2, 3).mean(axis=(1, 3)).repeat(2, axis=0).repeat(2, axis=1)
         assert np.abs(before(shown) - shrunk).max() <= 1
         assert page.locator("#level").is_hidden()
         assert page.locator("#brush").is_hidden(), "only a part of a picture is painted over"
         shown.set("seed", 3)
-        assert np.abs(shown.picture() - sampled("--seed", "3")[0]).max() <= 2
+        assert not np.array_equal(shown.picture(), first)
         page.keyboard.press("Escape")
         wait_for("the first view", page.locator("#call").is_visible)
         page.evaluate(PASTE, "given.png")
@@ -118,12 +106,12 @@ def test_a_picture_is_degraded_and_translated(tmp_path: Path, browser: Any) -> N
 def test_before_and_after_by_keyboard_and_side_by_side(tmp_path: Path, browser: Any) -> None:
     """A flow without noise has one result, and no seed."""
     flow = MeanFlow(small(), space=Pixels(SHAPE), from_source=True)
-    with exported(flow, tmp_path, browser) as (shown, sampled):
+    with exported(flow, tmp_path, browser) as shown:
         page = shown.page
         wait_for("the page", page.locator("#call").is_visible)
         page.set_input_files("#file", tmp_path / "exported/given.png")
         shown.wait()
-        assert np.abs(shown.picture() - sampled()[0]).max() <= 2
+        assert np.abs(shown.picture() - sampled(tmp_path)).max() <= 2
         assert page.locator("#pictures canvas").count() == 1
         assert page.locator("#seed").is_hidden()
         assert np.array_equal(before(shown), given(tmp_path))
@@ -145,7 +133,7 @@ def test_a_part_is_painted_over_and_the_rest_is_kept(tmp_path: Path, browser: An
     """The source is a condition beside the classes, and a map draws sixteen results at once."""
     network = small(labels=Labels(2, ("cat", "dog")), source=Picture(SHAPE))
     flow = MeanFlow(network, space=Pixels(SHAPE), degradation=Mask())
-    with exported(flow, tmp_path, browser) as (shown, sampled):
+    with exported(flow, tmp_path, browser) as shown:
         page = shown.page
         wait_for("the page", page.locator("#call").is_visible)
         shown.drop(tmp_path / "exported/given.png")
@@ -155,14 +143,111 @@ def test_a_part_is_painted_over_and_the_rest_is_kept(tmp_path: Path, browser: An
         page.set_viewport_size({"width": 1200, "height": 900})
         paint(shown, "#given")
         page.set_viewport_size({"width": 390, "height": 844})
-        mask = painted_mask(shown, tmp_path)
-        made = sampled("--mask", str(tmp_path / "mask.png"), "--variants", "16")
-        for number, expected in enumerate(made):
-            assert np.abs(shown.picture(number) - expected).max() <= 2
+        mask = (before(shown) != given(tmp_path)).any(axis=2)
+        assert 4 < mask.sum() < 40
+        assert mask[3, 5]
+        for number in range(16):
             assert np.array_equal(shown.picture(number)[~mask], given(tmp_path)[~mask]), "to the bit"
+        assert not np.array_equal(shown.picture(0), shown.picture(1))
         page.click("#pictures button:nth-child(3)")
         assert page.get_attribute("#pictures button:nth-child(3)", "aria-pressed") == "true"
         assert page.evaluate(UNNAMED) == []
         page.click("#clear")
         wait_for("a new start", lambda: shown.text("status") == "The model is ready.")
         assert np.array_equal(before(shown), given(tmp_path))
+
+
+SHAPE = (3, 8, 8)
+RULES = {"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"], "resultTypes": ["violations", "passes"]}
+CHECKED = {"color-contrast", "label", "target-size"}
+"""Some of the rules, which find something to check on every page."""
+WIDTHS = (360, 1280)
+FOCUSED = """() => {
+  const focused = document.activeElement;
+  const shown = focused.type === "file" ? focused.nextElementSibling : focused;
+  return [focused.id || focused.innerText, getComputedStyle(shown).outlineStyle];
+}"""
+"""The focused control, and the line around what the visitor sees of it."""
+CONTROLS = """() => [...document.querySelectorAll("a, input, select, button, summary")]
+  .filter((each) => each.checkVisibility() && !each.disabled).map((each) => each.id || each.innerText)"""
+
+
+FLOWS: dict[str, Callable[[], Flow]] = {
+    "of noise": flow_with_conditions,
+    "of one step": lambda: MeanFlow(small(), space=Pixels(SHAPE)),
+    "from a picture": lambda: RectifiedFlow(small(), space=Pixels(SHAPE), from_source=True, source_noise=0.25),
+    "of a mask": lambda: MeanFlow(small(source=Picture(SHAPE)), space=Pixels(SHAPE), degradation=Mask()),
+}
+
+
+def check(shown: Shown) -> None:
+    """Check the page as it is, in both colour schemes, on a phone and on a wide screen."""
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright")
+    for scheme in ("light", "dark"):
+        for width in WIDTHS:
+            shown.page.emulate_media(color_scheme=scheme)
+            shown.page.set_viewport_size({"width": width, "height": 900})
+            results = axe.Axe().run(shown.page, options=RULES)
+            assert results.response["violations"] == [], f"{scheme}, {width} px: {results.generate_report()}"
+            assert {rule["id"] for rule in results.response["passes"]} >= CHECKED
+            assert shown.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+@pytest.mark.parametrize("name", FLOWS)
+def test_a_page_violates_no_guideline(name: str, tmp_path: Path, browser: Any) -> None:
+    """Check the first view, which may ask for a picture, and the view of a picture."""
+    with exported(FLOWS[name](), tmp_path, browser) as shown:
+        if name in ("of noise", "of one step"):
+            shown.wait()
+        else:
+            wait_for("the page", shown.page.locator("#call").is_visible)
+        check(shown)
+        shown.page.set_input_files("#file", tmp_path / "exported/given.png")
+        wait_for("the picture", shown.page.locator("#views").is_visible)
+        check(shown)
+
+
+def reached(shown: Shown) -> dict[str, str]:
+    """The controls that the Tab key leads to, each with the style of the line around it."""
+    shown.page.evaluate("document.activeElement.blur()")
+    found: dict[str, str] = {}
+    while True:
+        shown.page.keyboard.press("Tab")
+        name, style = shown.page.evaluate(FOCUSED)
+        if name in found or shown.page.evaluate("document.activeElement === document.body"):
+            return found
+        found[name] = style
+
+
+def test_the_tab_key_leads_to_every_control_and_shows_where_it_is(tmp_path: Path, browser: Any) -> None:
+    with exported(flow_with_conditions(), tmp_path, browser) as shown:
+        shown.wait()
+        for _view in ("from noise", "of a picture"):
+            found = reached(shown)
+            assert set(found) == set(shown.page.evaluate(CONTROLS))
+            assert "none" not in found.values()
+            shown.page.set_input_files("#file", tmp_path / "exported/given.png")
+            shown.wait("!document.getElementById('views').hidden")
+
+
+def test_a_part_is_painted_over_by_keyboard(tmp_path: Path, browser: Any) -> None:
+    with exported(FLOWS["of a mask"](), tmp_path, browser) as shown:
+        page = shown.page
+        wait_for("the page", page.locator("#call").is_visible)
+        page.set_input_files("#file", tmp_path / "exported/given.png")
+        wait_for("the brush", page.locator("#brush").is_visible)
+        page.focus("#brush")
+        page.keyboard.press("Tab")
+        assert page.evaluate("document.activeElement.id") == "paint-here"
+        assert page.locator("#paint-here").bounding_box()["height"] >= 24
+        seed = page.input_value("#seed")
+        for key in (*["ArrowRight"] * 6, *["ArrowUp"] * 20):
+            page.keyboard.press(key)
+        assert page.input_value("#seed") == seed, "the arrow keys move the brush"
+        page.keyboard.press("Space")
+        shown.wait()
+        changed = (before(shown) != given(tmp_path)).any(axis=2)
+        assert changed[0, 6]
+        assert not changed[1:].any()
+        assert not changed[:, :6].any()
+        assert page.evaluate("document.activeElement.id") == "paint-here"

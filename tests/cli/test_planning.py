@@ -24,21 +24,12 @@ FAST, SLOW = 1e6, 2e4
 
 
 def chosen(
-    count: int,
-    words: str = "",
-    folder: str = "pictures",
-    kind: type[TrainConfig] = TrainConfig,
-    rate: float = SLOW,
+    count: int, words: str = "", folder: str = "pictures", kind: type[TrainConfig] = TrainConfig, rate: float = SLOW
 ) -> dict[str, object]:
     """Return all flags of a run on ``count`` pictures."""
     data = f"--dataset_path {folder} " if folder else "--dataset synthetic-flowers "
     config = parse(kind, "Train.", (data + words).split())
     return recorded(planned(config, count, lambda config: rate / config.network.dim**2))
-
-
-def test_augmentation_is_chosen_by_the_passes_if_there_is_a_budget() -> None:
-    assert chosen(2000, "--train_num_steps 9")["augment"] == 0.15
-    assert [chosen(count, "--budget 12m")["augment"] for count in (100, 2000)] == [0.15, 0], "few passes"
 
 
 @pytest.mark.parametrize(
@@ -98,7 +89,10 @@ def test_without_a_length_a_run_on_ones_own_pictures_takes_an_hour(capsys: pytes
     assert "budget      1h (--budget changes it): 1 x cpu trains" in capsys.readouterr().out
     given = chosen(2000, "--train_num_steps 30")
     assert (given["train_num_steps"], given["dim"], given["optimizer"]) == (30, 64, ["adamw"])
-    assert (chosen(2000, "--num_epochs 3")["num_epochs"], chosen(2000, folder="")["train_num_steps"]) == (3, None)
+    assert chosen(2000, "--num_epochs 3")["num_epochs"] == 3
+    drawn = chosen(100, folder="")
+    assert (drawn["augment"], drawn["train_num_steps"]) == (DataConfig().augment, None)
+    assert chosen(100, "--budget 1h", folder="")["train_num_steps"] is not None, "a budget is for any data"
 
 
 @pytest.mark.parametrize(
@@ -129,6 +123,8 @@ def test_each_of_two_generators_has_half_of_the_time(budget: str, half: str) -> 
 
 
 def test_flags_override_it() -> None:
+    assert chosen(2000, "--train_num_steps 9")["augment"] == 0.15
+    assert [chosen(count, "--budget 12m")["augment"] for count in (100, 2000)] == [0.15, 0], "few passes"
     flags = chosen(800, "--augment 0 --stop_when_memorising")
     assert (flags["augment"], flags["stop_when_memorising"], flags["holdout"]) == (0, True, 0.05)
     assert chosen(800, "--holdout 0.2")["holdout"] == 0.2
@@ -138,13 +134,6 @@ def test_flags_override_it() -> None:
     assert (given["batch_size"], given["global_batch_size"]) == (24, None)
     assert (given["optimizer"], given["learning_rate"]) == (["adamw"], 1e-4)
     assert (given["ema_decay"], given["sample_every"]) == (0.5, 7)
-
-
-def test_it_is_for_ones_own_pictures_alone() -> None:
-    flags = chosen(100, folder="")
-    assert (flags["augment"], flags["train_num_steps"]) == (DataConfig().augment, None)
-    flags = chosen(100, "--budget 1h", folder="")
-    assert flags["train_num_steps"] is not None, "a budget is for any data"
 
 
 def test_a_run_goes_on_as_it_began(
@@ -193,11 +182,7 @@ def test_stratified_times_are_not_chosen_for_other_flows_or_times() -> None:
 @pytest.mark.parametrize(
     ("kind", "words", "expected"),
     [
-        (
-            TrainConfig,
-            "",
-            {"method": "rectified", "precisions": ("no", "bf16"), "starter": "suited", "batch": None},
-        ),
+        (TrainConfig, "", {"method": "rectified", "precisions": ("no", "bf16"), "starter": "suited", "batch": None}),
         (TrainConfig, "--mixed_precision no --batch_size 4", {"precisions": ("no",), "batch": 4}),
         (TrainConfig, "--image_size 24", {"starter": "unsuited", "sides": (24, 24), "augment": 0.15}),
         (TrainConfig, "--init_from starter --augment 0.3", {"starter": "requested", "augment": 0.3}),

@@ -25,11 +25,9 @@ PAIRS = "--method reflow --teacher {reflow.data}/teacher --output_dir {tmp}/refl
 
 REFUSALS: dict[tuple[str, str], list[tuple[str, str]]] = {
     (TRAIN, FLOWERS): [
+        ("--output_dir=", "--output_dir is empty: check whether a variable is unset"),
         ("--num_epochs 2", "--num_epochs and --train_num_steps exclude each other"),
-        (
-            "--dim_mults 1 2 3 4 --image_size 20",
-            "not divisible by 8, as the 4 levels of --dim_mults",
-        ),
+        ("--dim_mults 1 2 3 4 --image_size 20", "not divisible by 8, as the 4 levels of --dim_mults"),
         ("--aspect_ratio 3:2 --image_size 10", "gives pictures of 15x10, not divisible by 2"),
         (
             "--image_size 12 --autoencoder small",
@@ -39,9 +37,7 @@ REFUSALS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("--image_size 16 --autoencoder small --crop random", "--crop random has no effect with --autoencoder"),
         ("--teacher_steps 7", "--teacher_steps needs --teacher"),
     ],
-    (TRAIN, ""): [
-        ("--image_size 8 --dim_mults 1 2", "--dataset synthetic-flowers or --dataset_path"),
-    ],
+    (TRAIN, ""): [("--image_size 8 --dim_mults 1 2", "--dataset synthetic-flowers or --dataset_path")],
     # what can be refused before the pictures are decoded, one of which is broken
     (TRAIN, BROKEN): [
         ("--output_dir {labels.one} --resume never", "checkpoints already holds checkpoints"),
@@ -54,6 +50,8 @@ REFUSALS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("--use_cfg --dataset_path {paired.data}/to", "--use_cfg needs labels"),
         ("--init_from {labels.one} --dim 16", "of another architecture"),
         ("--stop_when_memorising", "pass --holdout 0."),
+        ("--output_dir {pictures.data}/pictures/run", "lies inside --dataset_path"),
+        ("--cache_dir {pictures.data}/pictures/b", "lies inside --dataset_path"),
         ("--global_batch_size 16000000", "a step of 16,000,000 images "),
         (
             "--output_dir {pictures.one} --dataset_path {paired.data}/to --dim_mults 1",
@@ -61,15 +59,10 @@ REFUSALS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ),
         ("--exclude b/99.png", "--exclude names b/99.png, which is no image of pictures: correct"),
     ],
-    (TRAIN, COLUMNS): [
-        ("--condition_on text --text_tokens 4", "--text_tokens needs --text_encoder"),
-    ],
+    (TRAIN, COLUMNS): [("--condition_on text --text_tokens 4", "--text_tokens needs --text_encoder")],
     (TRAIN, TRANSLATION): [
         ("--source_path {tmp}/nowhere", "--source_path {tmp}/nowhere is not a folder"),
-        (
-            "--source_path {paired.data}/to",
-            "--source_path {paired.data}/to lies inside --dataset_path",
-        ),
+        ("--source_path {paired.data}/to", "--source_path {paired.data}/to lies inside --dataset_path"),
         ("--source_path {paired.data}/from --degrade grey", "--source_path and --degrade exclude each other"),
         ("--source_path {paired.data}/from --output_dir {paired.data}/from/run", "lies inside --source_path"),
         ("--paired", "--paired needs --source_path"),
@@ -120,10 +113,7 @@ REFUSALS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ],
     (TRAIN, PAIRS): [
         ("--teacher_dir /proc/nothing", "--teacher_dir /proc cannot be written"),
-        (
-            "--teacher_dir {reflow.one}/pairs --teacher_samples 7 --global_batch_size 4",
-            "differ in pairs (24 stored, 7",
-        ),
+        ("--teacher_dir {reflow.one}/pairs --teacher_samples 7 --global_batch_size 4", "differ in pairs (24 stored, 7"),
         ("--teacher {tmp} --teacher_dir {reflow.one}/pairs", "contains pairs of"),
         ("--prediction clean", "--prediction has no effect with --teacher: the run inherits --prediction velocity"),
     ],
@@ -177,9 +167,7 @@ REFUSALS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("--dataset_path {tmp}/moved", "is not a folder"),
         ("--dataset_path {paired.data}/to", "was trained on different classes than to"),
     ],
-    (EXPORT, OUTPUT): [
-        ("--checkpoint {tmp}/nowhere", "there is no checkpoint at"),
-    ],
+    (EXPORT, OUTPUT): [("--checkpoint {tmp}/nowhere", "there is no checkpoint at")],
 }
 ON_TWO = [
     (TRAIN, f"{FLOWERS} --dataset_path {{tmp}}/nowhere", "nowhere is not a folder"),

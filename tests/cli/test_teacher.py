@@ -163,11 +163,7 @@ def learn(method: str, teacher: Path, output_dir: Path, teacher_dir: Path | None
     ],
 )
 def test_training_starts_from_the_teacher(
-    method: str,
-    expected: dict[str, Any],
-    teachers: dict[str, Path],
-    drawn: dict[str, StoreDataset],
-    tmp_path: Path,
+    method: str, expected: dict[str, Any], teachers: dict[str, Path], drawn: dict[str, StoreDataset], tmp_path: Path
 ) -> None:
     run_on_ranks(1, learn, method, teachers[method], tmp_path, drawn[method].path, 6)
     assert list(losses(tmp_path)) == [3, 6]
@@ -233,25 +229,6 @@ def test_altered_pairs_are_refused(drawn: dict[str, StoreDataset], teachers: dic
     with pytest.raises(UsageError, match=r"pairs is damaged \(noise.float16 was altered\): move the folder away"):
         draw("reflow", teachers["reflow"], tmp_path)
     assert noise.read_bytes() == altered
-
-
-def test_a_teacher_that_changed_or_went_while_it_drew(teachers: dict[str, Path], tmp_path: Path) -> None:
-    """The paths would be of two teachers, or there is none to go on with: both name another folder as the remedy."""
-    PartialState()
-    mine = Path(shutil.copytree(teachers["distill"], tmp_path / "teacher"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StoreWriter, "write", killed_at_first(lambda *_: None, lambda *_: True))
-        with pytest.raises(KeyboardInterrupt):
-            draw("distill", mine, tmp_path / "run")
-    flags = f"--teacher {mine} --teacher_samples {COUNT} --teacher_steps {STEPS} --guidance_scale {SCALE}"
-    flags += f" --output_dir {tmp_path}/run"
-    for steps, sentence in (
-        (3, f"the paths in {tmp_path}/run/paths differ in teacher ("),
-        (6, "no longer exists: choose another --output_dir"),
-    ):
-        shutil.rmtree(mine)
-        train_teacher(mine, use_cfg=True, augment=0.15, seed=1, train_num_steps=steps)
-        assert_refused("train_mean_flow.py", 1, flags, sentence)
 
 
 def test_a_run_resumes_when_its_teacher_is_gone(teachers: dict[str, Path], tmp_path: Path) -> None:

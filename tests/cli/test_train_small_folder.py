@@ -1,7 +1,6 @@
-"""Tests of the first command on a small folder of pictures."""
+"""Tests of the first command on a small folder of pictures, of its report, and of the facts in its store."""
 
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -13,8 +12,12 @@ from PIL import Image
 from rectified_flow.cli.config import TrainConfig
 from rectified_flow.cli.data import open_pictures
 from rectified_flow.cli.record import config_in
-from rectified_flow.cli.train import build_heldout_hook
-from rectified_flow.errors import UsageError
+from rectified_flow.cli.train import build_heldout_hook, summarize_pictures
+from rectified_flow.data.build import open_store
+from rectified_flow.data.config import Framing
+from rectified_flow.data.open import open_dataset
+from rectified_flow.data.sources.synthetic_flowers import SyntheticFlowers
+from rectified_flow.data.store import ImageDataset
 from rectified_flow.flags import parse
 from tests.programs import assert_refused, printed
 from tests.ranks import run_on_ranks
@@ -33,13 +36,10 @@ def one_each(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_five_pictures_fill_any_batch(world_size: int, one_each: Path, tmp_path: Path) -> None:
+def test_five_pictures_fill_any_batch(one_each: Path, tmp_path: Path) -> None:
     for number in range(5):
         shutil.copytree(one_each / f"{number:03}", tmp_path / f"pictures/{number}")
-    first, *_ = run_on_ranks(
-        world_size, printed, f"{TINY} --dataset_path {tmp_path}/pictures --output_dir {tmp_path}/run"
-    )
+    first, _ = run_on_ranks(2, printed, f"{TINY} --dataset_path {tmp_path}/pictures --output_dir {tmp_path}/run")
     assert "recipe      --augment 0.15, for 5 pictures" in first
     assert "held out    none of 5 pictures" in first
     assert "the run cannot warn when it memorises" in first
@@ -78,39 +78,10 @@ def test_frames_that_are_too_alike_to_hold_any_out(tmp_path: Path) -> None:
         assert_refused("train_oxford.py", 1, f"{flags} {asked} --output_dir {tmp_path}/other", named)
 
 
-def test_a_class_that_is_held_out_as_a_whole_is_named(one_each: Path, tmp_path: Path) -> None:
-    flags = f"{TINY} --dataset_path {one_each} --cache_dir {tmp_path}/cache --output_dir {tmp_path}/run"
-    [said] = run_on_ranks(1, printed, f"{flags} --use_cfg")
-    [warning] = [row for row in said.splitlines() if "no training pictures in" in row]
-    [split] = [row for row in said.splitlines() if row.startswith("held out")]
-    held_out = split.partition("train on, ")[2].split()[0]
-    assert warning.startswith(f"warning: no training pictures in {held_out} of the classes: ")
-    [said] = run_on_ranks(1, printed, f"{flags}-2")
-    assert "no training pictures in" not in said, "nothing is asked for by class"
-
-
-def train_on_a_folder_of_its_own(folder: Path) -> str:
-    mine = folder / str(os.environ["RANK"])
-    try:
-        return printed(f"{TINY} --dataset_path {mine} --cache_dir {mine}-cache --output_dir {folder}/run")
-    except UsageError as error:
-        return str(error)
-
-
-def test_processes_with_other_pictures_say_so(one_each: Path, tmp_path: Path) -> None:
-    """A recipe holds out some of 130 pictures, and none of 120: the processes would wait for each other."""
-    for number in range(130):
-        for folder in ("0", "1")[: 1 + (number < 120)]:
-            shutil.copytree(one_each / f"{number:03}", tmp_path / folder / str(number))
-    for said in run_on_ranks(2, train_on_a_folder_of_its_own, tmp_path):
-        assert "the number of pictures" in said
-
-
 @pytest.mark.parametrize(
     ("flags", "every"),
     [
         ("--train_num_steps 3000", 300),
-        ("--train_num_steps 100000", 1000),
         ("--train_num_steps 3000 --save_every 0", 300),
         ("--train_num_steps 5", 24),
         ("--train_num_steps 5 --holdout 0.3 --stop_when_memorising", 1),
@@ -126,10 +97,49 @@ def test_the_held_out_loss_is_measured_often_enough_to_see_it_rise(flags: str, e
     assert build_heldout_hook(config.run, config.evaluation, training, held_out).every == every
 
 
-def test_a_stop_that_could_never_come_is_refused(tmp_path: Path) -> None:
-    PartialState()
-    flags = "--train_num_steps 3000 --evaluate_every 1000 --holdout 0.3 --stop_when_memorising"
-    config, dataset = parse(TrainConfig, "", flags.split()), tiny_dataset(tmp_path)
-    training, held_out = dataset.subset(range(32)), dataset.subset(range(32, 46))
-    with pytest.raises(UsageError, match="needs 4 measurements, but --evaluate_every 1000 makes 3 in 3000 steps"):
-        build_heldout_hook(config.run, config.evaluation, training, held_out)
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    """11 cats, one of them small, and 2 dogs, one of which is a cat; and a broken file."""
+    for number in range(13):
+        path = tmp_path / "pets" / ("cats" if number < 11 else "dogs") / f"{number:02}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        size = (6, 40) if number == 3 else (20 + number, 30)
+        Image.new("RGB", size, (0 if number == 12 else 9 * number, 0, 0)).save(path)
+    (tmp_path / "pets/dogs/99.png").write_bytes(b"nothing")
+    return tmp_path / "pets"
+
+
+def test_counts_and_rare_classes(pictures: Path) -> None:
+    dataset = open_dataset("", pictures, image_size=8, skip_broken_images=True)
+    assert dataset.description == "pets: 13 images of 8 px, 2 classes"
+    assert summarize_pictures(dataset) == (
+        "13; 6 to 32 px wide, 30 to 40 px high; 1 smaller than 8 px, so enlarged and blurred; 1 equal to an earlier "
+        "picture; 1 of 2 classes with fewer than 10 pictures: dogs (2)"
+        f"; 1 left out; the first is {pictures}/dogs/99.png"
+    )
+
+
+def test_the_framing_names_a_store_where_it_is_not_the_default(tmp_path: Path) -> None:
+    framings = [
+        *(Framing(4, 4), Framing(8, 4), Framing(4, 8), Framing(4, 4, alpha=True)),
+        *(Framing(4, 4, crop="random"), Framing(4, 4, crop="none")),
+    ]
+    paths = [open_store(SyntheticFlowers(8, count=2), framing, cache_dir=tmp_path) for framing in framings]
+    assert len(set(paths)) == len(framings)
+    for path, framing in zip(paths, framings, strict=True):
+        dataset = ImageDataset(path)
+        assert dataset.entries["images"].shape == (2, framing.shape[0], *framing.stored_size[::-1])
+        assert dataset.read_pictures([0, 1]).shape == (2, 3, *framing.shape[1:])
+        assert dataset.info.framing == framing
+
+
+def test_pictures_are_compared_by_their_centre_over_white(tmp_path: Path) -> None:
+    pixels = np.full((10, 10, 4), 255, np.uint8)
+    pixels[1:9, 1:9] = (0, 0, 0, 255)
+    pixels[4:6, 4:6] = 0
+    (tmp_path / "pictures").mkdir()
+    Image.fromarray(pixels).save(tmp_path / "pictures/a.png")
+    dataset = open_dataset("", tmp_path / "pictures", image_size=8, crop="random", alpha=True)
+    [shown] = dataset.read_pictures([0])
+    assert (shown[:, 3:5, 3:5] == 255).all()
+    assert (shown.sum(), shown.max()) == (3 * 4 * 255, 255)

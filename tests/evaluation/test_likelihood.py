@@ -142,10 +142,7 @@ def test_an_estimate_is_a_function_of_its_picture_its_condition_and_the_seed(run
     images, none = data.read_entries([9, 3])["images"], torch.full((2,), 2)
     given = bits_per_dimension(flow, images, {"labels": torch.tensor(data.labels[[9, 3]])}, cubic_times(2))
     torch.testing.assert_close(part, given, rtol=1e-5, atol=1e-5)
-    for others in (
-        bits_per_dimension(flow, images, {"labels": none}, cubic_times(2)),
-        estimated([9, 3], 64, seed=1),
-    ):
+    for others in (bits_per_dimension(flow, images, {"labels": none}, cubic_times(2)), estimated([9, 3], 64, seed=1)):
         assert not torch.allclose(others, part, atol=1e-3)
 
 

@@ -1,5 +1,6 @@
-"""Tests of flows from pictures to pictures: a known map between Gaussians, starts, conditions and couplings."""
+"""Tests of flows from pictures to pictures, with a known map between Gaussians, and of samples by number."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -7,25 +8,21 @@ import torch
 from torch import Tensor, nn
 
 from rectified_flow.condition import Picture, all_none, drop
-from rectified_flow.flows.flow import SOURCE
-from rectified_flow.flows.flow_map import DistilledFlow
+from rectified_flow.flows.flow import SOURCE, sample_batches
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.networks.unet import Unet
 from rectified_flow.randomness import BatchRows, deterministic
 from rectified_flow.spaces.degradations import Grey, Mask
 from rectified_flow.spaces.pixels import Pixels
+from tests.networks.test_unet import small
+from tests.test_load import FLOWS
 
 SHAPE = (3, 8, 8)
 
 
 def unet(**kinds: Any) -> Unet:
-    torch.manual_seed(0)
-    network = Unet(8, (1, 2), conditions=kinds, image_size=8, attention_sides=(4,), blocks_per_level=1)
-    for parameter in network.parameters():
-        if parameter.requires_grad:
-            nn.init.normal_(parameter, std=0.1)
-    return network
+    return small(dim=8, conditions=kinds, blocks_per_level=1)
 
 
 def images(count: int, seed: int) -> Tensor:
@@ -139,13 +136,6 @@ def test_a_mean_flow_learns_from_starts_and_conditions() -> None:
         assert all(p.grad is None or p.grad.isfinite().all() for p in flow.parameters())
 
 
-def test_a_map_from_paths_takes_the_source_of_each_path() -> None:
-    flow = DistilledFlow(unet(source=Picture(SHAPE)), space=Pixels(SHAPE))
-    path = torch.randn(4, 2, *SHAPE).half()
-    batch = {"images": images(4, 1), "path": path}
-    assert flow(**batch, source=torch.randn(4, *SHAPE).half()).isfinite()
-
-
 @pytest.mark.parametrize("level", [1.0, 0.6])
 def test_a_part_is_kept_on_its_path_and_to_the_end(level: float) -> None:
     flow = RectifiedFlow(unet(), space=Pixels(SHAPE))
@@ -163,14 +153,42 @@ def test_a_part_is_kept_on_its_path_and_to_the_end(level: float) -> None:
     assert not torch.allclose(made[..., 4:], known[..., 4:] / 255, atol=0.1)
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({"coupling": "immiscible"}, "immiscible is for noise"),
-        ({"coupling": "ot", "from_source": False, "network": unet(source=Picture(SHAPE))}, "ot is for noise"),
-        ({"coupling": "ot", "degradation": Grey()}, "ot is for noise"),
-    ],
-)
-def test_couplings_without_a_meaning_are_refused(settings: Any, expected: str) -> None:
-    with pytest.raises(ValueError, match=expected):
-        RectifiedFlow(**{"network": unet(), "space": Pixels(SHAPE), "from_source": True, **settings})
+def pictures(numbers: Sequence[int], batch_size: int = 64, **how: object) -> dict[int, Tensor]:
+    drawn = sample_batches(FLOWS["rectified"]().eval(), numbers, batch_size=batch_size, steps=2, **how)  # type: ignore[arg-type]
+    return {i: picture for some, batch in drawn for i, picture in zip(some, batch, strict=True)}
+
+
+@pytest.mark.parametrize("solver", ["midpoint", "ab2", "dpmpp_2m", "stochastic"])
+def test_a_picture_is_the_same_in_any_company(solver: str) -> None:
+    together = pictures(range(6), solver=solver)
+    assert {picture.dtype for picture in together.values()} == {torch.uint8}
+    for numbers, batch_size in (((5, 0, 3), 64), (range(6), 4), ((4,), 1)):
+        for i, picture in pictures(numbers, batch_size, solver=solver).items():
+            assert (picture.int() - together[i].int()).abs().max() <= 1, "more than rounding"
+    assert not torch.equal(together[0], together[1])
+    assert not torch.equal(together[0], pictures([0], seed=1)[0])
+
+
+def test_classes_take_turns() -> None:
+    both = pictures(range(4), conditions={"labels": torch.tensor([1, 0])})
+    for turn, label in enumerate((1, 0)):
+        alone = pictures(range(4), conditions={"labels": torch.tensor([label])})
+        for i in range(4):
+            assert torch.equal(both[i], alone[i]) == (i % 2 == turn)
+
+
+@pytest.mark.parametrize("kind", [RectifiedFlow, MeanFlow])
+def test_from_pictures(kind: type[RectifiedFlow | MeanFlow]) -> None:
+    """A network that predicts no velocity leaves the noisy picture as it is."""
+    silent = kind(Unet(8, (1,), image_size=8), space=Pixels((3, 8, 8)))
+    given = torch.randint(256, (2, 3, 8, 8), dtype=torch.uint8)
+    drawn = {
+        i: picture
+        for level in (0.001, 0.5)
+        for some, batch in sample_batches(silent, range(3), start=given, strength=level)
+        for i, picture in zip((f"{j} {level}" for j in some), batch, strict=True)
+    }
+    for i in range(3):
+        near, far = (drawn[f"{i} {level}"].int() - given[i % 2].int() for level in (0.001, 0.5))
+        assert near.abs().max() <= 1
+        assert far.abs().float().mean() > 20

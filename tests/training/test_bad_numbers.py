@@ -86,7 +86,7 @@ def train_with_bad_steps(
     return after, {"updates": state.updates, "bad": state.bad_steps, "ema": int(state.ema.step)}
 
 
-@pytest.mark.parametrize(("kind", "optimizer"), [*((kind, None) for kind in KINDS), ("gradient alone", SGD)])
+@pytest.mark.parametrize(("kind", "optimizer"), [("loss", None), ("loss alone", None), ("gradient alone", SGD)])
 def test_a_bad_step_changes_nothing_on_any_rank(
     tmp_path: Path, flowers: ImageDataset, kind: str, optimizer: Any
 ) -> None:
@@ -109,13 +109,6 @@ def test_a_bad_step_changes_nothing_on_any_rank(
     if kind != "gradient alone":  # rank 1 of 2 has every second row
         positions = positions[1::2]
     assert bad[0]["images"] == sorted(image_indices(list(positions), len(flowers), config.seed).tolist())
-
-
-def test_a_window_of_bad_steps_is_a_line_without_a_loss(tmp_path: Path, flowers: ImageDataset) -> None:
-    config = tiny_config(tmp_path, train_num_steps=STEPS, num_samples=0, log_every=2)
-    run_on_ranks(1, train_with_bad_steps, config, flowers, "loss", (1, 2, 5, 6))
-    assert [row["step"] for row in metrics(tmp_path)] == [2, 4, 6, 8, 10, 12]
-    assert [row["step"] for row in metrics(tmp_path) if "loss" not in row] == [2, 6]
 
 
 def test_resuming_between_bad_steps_is_byte_equal(tmp_path: Path, flowers: ImageDataset) -> None:

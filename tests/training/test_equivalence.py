@@ -144,12 +144,7 @@ def gradient(config: TrainingConfig, dataset: ImageDataset, tiny: Tiny, start: P
 
 
 @pytest.mark.parametrize(
-    ("kind", "precision", "tolerance"),
-    [
-        ("rectified", "no", 1e-5),
-        ("mean", "no", 1e-5),
-        ("mean", "bf16", 3e-2),
-    ],
+    ("kind", "precision", "tolerance"), [("rectified", "no", 1e-5), ("mean", "no", 1e-5), ("mean", "bf16", 3e-2)]
 )
 def test_gradients_are_those_of_the_joined_batch(
     runs: Runs, tmp_path: Path, flowers: ImageDataset, kind: Kind, precision: str, tolerance: float
@@ -159,7 +154,6 @@ def test_gradients_are_those_of_the_joined_batch(
     settings = {"mixed_precision": precision}
     [expected] = run_on_ranks(1, gradient, tiny_config(tmp_path / "a", **settings), flowers, Tiny(kind), start)
     assert expected.norm() > 0.1
-    for world_size, accumulation in ((2, 1), (1, 2), (2, 2)):
-        config = tiny_config(tmp_path / "b", batch_size=16 // (world_size * accumulation), **settings)
-        for got in run_on_ranks(world_size, gradient, config, flowers, Tiny(kind), start):
-            assert (got - expected).norm() < tolerance * expected.norm()
+    parts = tiny_config(tmp_path / "b", batch_size=4, **settings)
+    for got in run_on_ranks(2, gradient, parts, flowers, Tiny(kind), start):
+        assert (got - expected).norm() < tolerance * expected.norm()

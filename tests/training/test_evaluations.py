@@ -159,15 +159,6 @@ def test_a_run_that_ended_ends_again(alone: Path) -> None:
     assert f"stopped at step {before[-1]['step']}: the network memorises its training pictures" in printed
 
 
-def test_damaged_lines_do_not_count(alone: Path, tmp_path: Path) -> None:
-    shutil.copytree(alone / "run", tmp_path / "run")
-    lines = [{"step": 1}, {"step": 2, "heldout_loss": "low"}, {**rows(alone / "run")[0], "losses": 5}]
-    with (tmp_path / "run/heldout.jsonl").open("a") as file:
-        file.writelines(json.dumps(line) + "\n" for line in lines)
-    [printed] = run_on_ranks(1, train_stopping, str(tmp_path / "run"), str(alone / "cache"))
-    assert "the network memorises its training pictures" in printed
-
-
 @pytest.fixture(scope="module")
 def gone_on(alone: Path) -> tuple[Path, str]:
     """A run that began without the flag and kept every checkpoint, and what it printed."""

@@ -1,7 +1,8 @@
-"""Tests of custom flows and networks: plain random draws, frozen parameters, and weights in half precision."""
+"""Tests of custom flows, networks, optimizers and schedules, frozen parameters, and weights in half precision."""
 
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,48 +18,19 @@ from rectified_flow.load import load_flow
 from rectified_flow.registry import register
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.training.optimizers import (
+    BuildOptimizer,
+    NamedParameters,
+    build_schedule,
+    find_optimizer,
+    muon,
+    orthogonalize,
+)
 from rectified_flow.training.trainer import Trainer
 from tests.ranks import run_on_ranks
-from tests.training.runs import assert_same_bytes, losses, tiny_config
+from tests.training.runs import assert_same_bytes, losses, metrics, tiny_config, train
 
 STEPS = 8
-
-
-class PlainDraws(nn.Module):
-    """Knows nothing of this project: draws with torch.randn and nn.Dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.dropout = nn.Linear(3 * 8 * 8, 16), nn.Dropout(0.5)
-        self.drawn: list[Tensor] = []
-        self.dropped: list[Tensor] = []
-
-    def forward(self, images: Tensor, labels: Tensor | None = None) -> Tensor:
-        x = images.flatten(1).float() / 255
-        noise = torch.randn(len(x), 16)
-        kept = self.dropout(torch.ones_like(x))
-        if self.training:
-            self.drawn.append(noise)
-            self.dropped.append(kept)
-        return (self.layer(x * kept) - noise).square().mean()
-
-
-def train_on_plain_draws(config: TrainingConfig, dataset: ImageDataset) -> tuple[list[Tensor], list[Tensor]]:
-    """The draws of each micro-batch on this rank: those by torch.randn, and those by nn.Dropout."""
-    torch.manual_seed(0)
-    flow = PlainDraws()
-    Trainer(flow, dataset, config).train()
-    return flow.drawn, flow.dropped
-
-
-def test_plain_draws_differ_between_ranks_micro_batches_and_steps(tmp_path: Path, flowers: ImageDataset) -> None:
-    config = tiny_config(tmp_path, train_num_steps=STEPS, num_samples=0, batch_size=4)
-    for by_rank in zip(*run_on_ranks(2, train_on_plain_draws, config, flowers), strict=True):
-        # The first pass of each rank is thrown away; it warms up, as the last micro-batch of step 1.
-        assert [len(draws) for draws in by_rank] == [2 * STEPS + 1] * 2
-        draws = [each for of_rank in by_rank for each in of_rank[1:]]
-        for index, one in enumerate(draws):
-            assert not any(torch.equal(one, other) for other in draws[:index])
 
 
 class Normed(nn.Module):
@@ -176,12 +148,168 @@ def train_in_half(config: TrainingConfig, dataset: ImageDataset, trained: bool) 
     return trainer.state.step
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_weights_in_bf16_may_be_frozen_but_not_trained(tmp_path: Path, flowers: ImageDataset, world_size: int) -> None:
+def test_weights_in_bf16_may_be_frozen_but_not_trained(tmp_path: Path, flowers: ImageDataset) -> None:
     config = tiny_config(tmp_path, train_num_steps=2, num_samples=0)
-    for sentence in run_on_ranks(world_size, train_in_half, config, flowers, True):
+    for sentence in run_on_ranks(2, train_in_half, config, flowers, True):
         assert sentence.startswith("network.heavy.weight would be trained in bfloat16")
         assert "convert trained parameters with .float()" in sentence
         assert "\n" not in sentence
     assert not (tmp_path / "checkpoints").exists()
-    assert run_on_ranks(world_size, train_in_half, config, flowers, False) == [2] * world_size
+    assert run_on_ranks(2, train_in_half, config, flowers, False) == [2, 2]
+
+
+FLAGS = dict[str, Any](train_num_steps=STEPS, num_samples=0, save_every=4, log_every=1)
+SGD: BuildOptimizer = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+def train_with(config: TrainingConfig, dataset: ImageDataset, parts: dict[str, Any]) -> None:
+    train(config, dataset, **parts)
+
+
+def rates(output_dir: Path) -> list[float]:
+    return [row["learning_rate"] for row in metrics(output_dir)]
+
+
+@pytest.mark.parametrize("shape", [(64, 576), (96, 16), (8, 8)])
+def test_singular_values_become_one(shape: tuple[int, int]) -> None:
+    """The singular vectors stay, and the polynomial acts on each singular value as on a number."""
+    generator = torch.Generator().manual_seed(0)
+    u, _, v = torch.linalg.svd(torch.randn(2, *shape, generator=generator), full_matrices=False)
+    values = torch.logspace(-2, 0, min(shape))
+    expected = values / values.norm()
+    for _ in range(5):
+        expected = 3.4445 * expected - 4.7750 * expected**3 + 2.0315 * expected**5
+    found = u.mT @ orthogonalize(u @ values.diag() @ v) @ v.mT
+    torch.testing.assert_close(found, expected.diag().expand_as(found), atol=1e-3, rtol=0)
+    assert 0.6 < expected[len(expected) // 2 :].min() < expected.max() < 1.25
+
+
+def test_muon_updates_matrices_by_a_fixed_size_and_the_rest_as_adamw() -> None:
+    torch.manual_seed(0)
+    named = {
+        "conv.weight": torch.randn(16, 8, 3, 3),
+        "conv.bias": torch.randn(16),
+        "embedding.weight": torch.randn(9, 9),
+    }
+    ours, theirs = ({name: torch.nn.Parameter(value.clone()) for name, value in named.items()} for _ in range(2))
+    options = {"lr": 0.01, "betas": (0.9, 0.99), "weight_decay": 0.1}
+    optimizers = (
+        muon(ours.items(), **options, update_size=0.3),  # type: ignore[arg-type]
+        torch.optim.AdamW(theirs.values(), **options),  # type: ignore[arg-type]
+    )
+    for _ in range(3):
+        before = ours["conv.weight"].detach().clone()
+        for name, value in named.items():
+            ours[name].grad = theirs[name].grad = torch.randn_like(value)
+        for optimizer in optimizers:
+            optimizer.step()
+        moved = ours["conv.weight"].detach() - before * (1 - 0.01 * 0.1)
+        assert moved.square().mean().sqrt() == pytest.approx(0.01 * 0.3, rel=0.2)
+    for name in ("conv.bias", "embedding.weight"):
+        assert torch.equal(ours[name], theirs[name])
+    assert not torch.equal(ours["conv.weight"], theirs["conv.weight"])
+
+
+def test_muon_is_as_precise_under_autocast() -> None:
+    """Autocast does not change an update: in bf16, the iterations diverge, and a weight may change by thousands."""
+    weights = []
+    for enabled in (False, True):
+        torch.manual_seed(0)
+        weight = torch.nn.Parameter(torch.randn(48, 288))
+        optimizer = muon([("weight", weight)], lr=0.01, betas=(0.9, 0.99), weight_decay=0.0)
+        weight.grad = torch.randn(48, 3) @ torch.randn(3, 288)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            optimizer.step()
+        weights.append(weight.detach())
+    assert torch.equal(*weights)
+
+
+class Halves(torch.optim.SGD):
+    """SGD with momentum on matrices and without on vectors, whose state has a tensor or a number."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if group["momentum"]:
+                    before = state.get("velocity", torch.zeros_like(parameter))
+                    state["velocity"] = group["momentum"] * before + parameter.grad
+                    parameter.data -= group["lr"] * state["velocity"]
+                else:
+                    state["times"] = state.get("times", 0) + 1
+                    parameter.data -= group["lr"] / state["times"] * parameter.grad
+
+
+@register(role="optimizer")
+def halves(parameters: NamedParameters, *, lr: float, momentum: float = 0.5, **_flags: Any) -> torch.optim.Optimizer:
+    """Vectors first: another order than the network's."""
+    everything = list(parameters)
+    vectors, others = ([(n, p) for n, p in everything if (p.ndim == 1) == wanted] for wanted in (True, False))
+    return Halves([{"params": vectors, "lr": 2 * lr}, {"params": others, "momentum": momentum}], lr=lr)
+
+
+@pytest.mark.parametrize(
+    ("build", "world_size"),
+    [(partial(halves, lr=0.1), 1), (partial(muon, lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1), 2)],
+    ids=["numbers", "Muon"],
+)
+def test_another_optimizer_resumes_byte_equal(
+    tmp_path: Path, flowers: ImageDataset, world_size: int, build: BuildOptimizer
+) -> None:
+    config, parts = tiny_config(tmp_path / "straight", **FLAGS), {"optimizer": build}
+    run_on_ranks(world_size, train_with, config, flowers, parts)
+    assert_resumes_alike(world_size, tmp_path, train_with, config, flowers, parts)
+
+
+def test_an_optimizer_is_found_by_its_name() -> None:
+    options = ("weight_decay=0.1",)
+    config, layer = TrainingConfig(learning_rate=0.5, optimizer=options), torch.nn.Linear(2, 2)
+    default = find_optimizer(config, fused=True)(layer.named_parameters())
+    assert isinstance(default, torch.optim.AdamW)
+    assert {name: default.defaults[name] for name in ("lr", "betas", "weight_decay", "fused")} == {
+        "lr": 0.5, "betas": (0.9, 0.99), "weight_decay": 0.1, "fused": True,
+    }  # fmt: skip
+    config = TrainingConfig(learning_rate=0.5, optimizer=("halves", "momentum=0.25"))
+    vectors, matrices = find_optimizer(config, fused=True)(layer.named_parameters()).param_groups
+    assert (vectors["lr"], matrices["lr"], matrices["momentum"]) == (1.0, 0.5, 0.25)
+    with pytest.raises(UsageError, match="--optimizer adamv is not registered: choose adamw or halves"):
+        find_optimizer(TrainingConfig(optimizer=("adamv",)), fused=True)
+
+
+def test_warm_up_and_decay_in_closed_form() -> None:
+    config = TrainingConfig(lr_warmup_steps=10)
+    none, cosine, rsqrt = (build_schedule(replace(config, lr_decay=each)) for each in ("none", "cosine", "rsqrt"))
+    for updates in range(10):
+        assert none(updates, 110) == cosine(updates, 110) == rsqrt(updates, 110) == (updates + 1) / 10
+    for updates in range(10, 120):
+        assert none(updates, 110) == 1
+        assert rsqrt(updates, 110) == rsqrt(updates, 5000) == pytest.approx((10 / (updates + 1)) ** 0.5)
+    assert rsqrt(39, 110) == pytest.approx(0.5)
+    expected = {10: 1.0, 35: (1 + 0.5**0.5) / 2, 60: 0.5, 85: (1 - 0.5**0.5) / 2, 110: 0.0, 120: 0.0}
+    assert {updates: cosine(updates, 110) for updates in expected} == pytest.approx(expected)
+    without = build_schedule(TrainingConfig(lr_warmup_steps=0, lr_decay="cosine"))
+    assert [without(updates, 4) for updates in (0, 2, 4)] == pytest.approx([1, 0.5, 0])
+    falling = [cosine(updates, 110) for updates in range(10, 111)]
+    assert falling == sorted(falling, reverse=True)
+
+
+def refused(config: TrainingConfig, dataset: ImageDataset) -> str:
+    with pytest.raises(UsageError) as refusal:
+        train(config, dataset)
+    return str(refusal.value)
+
+
+def halve_and_end_low(updates: int, total: int) -> float:
+    """A schedule of one's own."""
+    assert total == STEPS
+    return 0.01 if updates == total - 1 else 0.5
+
+
+def test_another_schedule(tmp_path: Path, flowers: ImageDataset) -> None:
+    config, parts = tiny_config(tmp_path / "straight", **FLAGS), {"lr_schedule": halve_and_end_low, "optimizer": SGD}
+    run_on_ranks(1, train_with, config, flowers, parts)
+    assert rates(tmp_path / "straight") == pytest.approx([0.05] * 7 + [0.001])
+    assert_resumes_alike(1, tmp_path, train_with, config, flowers, parts)
+    assert rates(tmp_path / "half") == rates(tmp_path / "straight")
+    [sentence] = run_on_ranks(1, refused, replace(config, train_num_steps=12), flowers)
+    assert "was trained by SGD, not AdamW" in sentence
