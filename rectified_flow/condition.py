@@ -142,6 +142,10 @@ class Labels(WrittenCondition):
     num_classes: int
     names: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        if len(self.names) not in (0, self.num_classes):
+            raise ValueError(f"there are {len(self.names)} names for {self.num_classes} classes")
+
     @property
     def examples(self) -> tuple[str, ...]:
         """Names, or numbers if there are no names."""

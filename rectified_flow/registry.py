@@ -89,7 +89,11 @@ def describe(value: object) -> dict[str, Any]:
     kind = type(value).__name__
     if not is_registered(value):
         raise UsageError(f"{kind} is not registered: decorate it with @rectified_flow.register")
-    arguments = {name: as_plain(getattr(value, name), f"{kind}.{name}") for name in parameters_of(type(value))}
+    arguments = {}
+    for name in parameters_of(type(value)):
+        if not hasattr(value, name):
+            raise UsageError(f"{kind}.{name} does not exist: keep each constructor argument in an attribute")
+        arguments[name] = as_plain(getattr(value, name), f"{kind}.{name}")
     return {"kind": kind} | arguments
 
 
@@ -100,8 +104,10 @@ def build(description: Mapping[str, Any]) -> Any:
     kind = _REGISTERED[None].get(name)
     if kind is None:
         raise UsageError(f"the kind {name} is not registered: pass --import MODULE to register it")
+    arguments = {key: _built(value) for key, value in description.items() if key != "kind"}
     try:
-        return kind(**{key: _built(value) for key, value in description.items() if key != "kind"})
+        _check_arguments(kind, arguments)
+        return kind(**arguments)
     except Exception as error:  # of any type: the constructor may be a user's
         raise UsageError(f"{name} cannot be built from its description: {first_line(error)}") from error
 
@@ -126,6 +132,26 @@ def parameters_of(target: Callable[..., Any]) -> dict[str, inspect.Parameter]:
         if all(each.kind is not each.VAR_KEYWORD for each in parameters):
             break
     return found
+
+
+def _check_arguments(kind: type, arguments: dict[str, Any]) -> None:
+    """Check the arguments of a class of this package by its annotations.
+
+    Classes outside of the package may have loose annotations, and check the values themselves.
+    """
+    from pydantic import ConfigDict, TypeAdapter, ValidationError  # model code does without
+
+    if not kind.__module__.startswith(f"{__package__}."):
+        return
+    parameters, rules = parameters_of(kind), ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False)
+    for name, value in arguments.items():
+        if name not in parameters:
+            raise UsageError(f"it has no argument {name!r}; upgrade if a newer version wrote the description")
+        hint: Any = parameters[name].annotation
+        try:  # in a tuple, as pydantic takes no rules for a dataclass alone
+            TypeAdapter(tuple[hint], config=rules).validate_python((value,), strict=True)
+        except ValidationError as error:
+            raise UsageError(f"{name}: {error.errors(include_url=False)[0]['msg']}") from error
 
 
 def as_plain(value: object, name: str) -> Any:

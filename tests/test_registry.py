@@ -137,6 +137,16 @@ def test_a_module_that_is_imported_twice_may_register_twice(tmp_path: Path, monk
     assert isinstance(build({"kind": "Boat"}), found[1])
 
 
+def test_an_argument_without_an_attribute_is_named() -> None:
+    @register
+    class Forgetful:
+        def __init__(self, kept: int, lost: int) -> None:
+            self.kept = kept
+
+    with pytest.raises(UsageError, match=r"Forgetful\.lost does not exist: keep each constructor argument"):
+        describe(Forgetful(1, 2))
+
+
 @pytest.mark.parametrize("value", [object(), {1: 2}, {3}, b"bytes", [Lorry()], lambda: None])
 def test_what_is_neither_registered_nor_plain_is_named(value: object) -> None:
     with pytest.raises(UsageError, match=r"Car\.wheels is a \w+, neither plain data nor of a registered class"):
