@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 READY_DEV := $(VENV)/.ready-dev
 
-.PHONY: help demo test test-all test-page soak several-machines bench house check install clean
+.PHONY: help demo test test-all test-page fuzz soak several-machines bench house check install clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -25,6 +25,9 @@ test-all: $(READY_DEV)  ## run the tests, including slow ones; takes some minute
 
 test-page: $(READY_DEV)  ## run an exported page in chromium, which is to be installed
 	$(BIN)/python -m pytest -m page -n 0
+
+fuzz: $(READY_DEV)  ## test 2,000 random command lines, some 30 minutes
+	FUZZ_CASES=2000 $(BIN)/python -m pytest -n 2 tests/test_fuzz.py
 
 soak: $(READY_DEV)  ## train while processes are killed and files damaged, some 15 minutes
 	$(BIN)/python -m tests.launch.soak --minutes 10

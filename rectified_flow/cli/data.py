@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 from rectified_flow.condition import ConditionSpecs, Labels, WrittenCondition
 from rectified_flow.data.config import ColumnConfig, DataConfig, RunData, SourceConfig
 from rectified_flow.data.metadata import Column, identity_of
-from rectified_flow.data.open import find_columns, find_source, open_dataset, reader_of, space_of_folder
+from rectified_flow.data.open import find_columns, find_source, open_dataset, open_images, reader_of, space_of_folder
 from rectified_flow.data.sources import ImageSource
 from rectified_flow.data.store import ImageDataset, pair_by_name
 from rectified_flow.data.stream import Batches
@@ -38,7 +38,7 @@ def find_data(config: DataConfig) -> ImageSource | Dataset[Any]:
 
 def open_pictures(config: DataConfig, source: ImageSource | None = None) -> ImageDataset:
     """Open the training pictures, decoding them first if they are not in a store yet."""
-    return open_dataset(**data_arguments_of(config), source=source)
+    return open_images(source, **data_arguments_of(config))
 
 
 def open_data(data: RunData, source: ImageSource | None = None, kinds: ConditionSpecs | None = None) -> ImageDataset:

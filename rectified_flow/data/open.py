@@ -1,10 +1,12 @@
 """Open a dataset from the values of flags, and read the metadata and the file names of its pictures."""
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from rectified_flow.data import OXFORD_FLOWERS
 from rectified_flow.data.build import open_store
 from rectified_flow.data.config import Crop, Framing
 from rectified_flow.data.metadata import ColumnSpec, choose_columns
@@ -57,17 +59,45 @@ def open_dataset(
 
     Raises:
         UsageError: if the ratio does not suit the size, or the images cannot be found, read or stored.
-            An argument is called as the flag of the programs, such as ``--image_size``.
     """
-    arguments = {name: as_plain(value, name) for name, value in locals().items() if name != "source"}  # the only locals
+    arguments = {name: value for name, value in locals().items() if name != "source"}  # the only locals
     if dataset_path is None and os.path.isdir(dataset):
         arguments |= {"dataset": "", "dataset_path": dataset}
+    try:
+        return open_images(source, **arguments)
+    except UsageError as error:
+        raise type(error)(re.sub(r"--(?=[a-z])", "", str(error))) from error  # a flag has the name of its parameter
+
+
+class OxfordFlowersDataset(ImageDataset):
+    """Oxford Flowers 102 as uint8 images ``[3, image_size, image_size]`` with labels and true flower names.
+
+    Args:
+        image_size: side in pixels.
+        split: ``train`` or ``test``.
+        source: a hub id, or a local folder of the same layout.
+        options: further arguments of :func:`rectified_flow.open_dataset`, such as ``cache_dir``.
+
+    Raises:
+        UsageError: if the source cannot be read.
+    """
+
+    def __init__(
+        self, image_size: int = 64, split: str = "train", source: str | Path = OXFORD_FLOWERS, **options: Any
+    ) -> None:
+        opened = open_dataset(str(source), image_size=image_size, split=split, **options)
+        super().__init__(opened.path, opened.arguments)
+
+
+def open_images(source: ImageSource | None = None, **given: Any) -> ImageDataset:
+    """Open a dataset by the arguments of :func:`open_dataset`; errors speak of flags."""
+    arguments = {name: as_plain(value, name) for name, value in given.items()}
     path = open_store(
         find_source(**arguments) if source is None else source,
         framing_of(arguments),
-        cache_dir=None if cache_dir is None else Path(cache_dir),
-        skip_broken_images=skip_broken_images,
-        exclude=exclude,
+        cache_dir=None if arguments["cache_dir"] is None else Path(arguments["cache_dir"]),
+        skip_broken_images=arguments["skip_broken_images"],
+        exclude=arguments["exclude"],
     )
     return ImageDataset(path, arguments)
 

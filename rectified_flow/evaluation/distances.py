@@ -94,7 +94,8 @@ def kernel_distance(real: Tensor, generated: Tensor, seed: int = 0) -> tuple[flo
     from torchmetrics.image.kid import KernelInceptionDistance
 
     size = min(SUBSET_SIZE, len(real), len(generated))
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+    exact = torch.autocast("cpu", enabled=False)  # bf16 of sampling would round products of features
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), exact:
         warnings.simplefilter("ignore")  # a warning about keeping all features in memory, where they are anyway
         metric = _filled(KernelInceptionDistance, real, generated, subsets=SUBSETS, subset_size=size)
         torch.manual_seed(seed)

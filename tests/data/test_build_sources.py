@@ -15,8 +15,9 @@ import pytest
 from PIL import Image
 
 from rectified_flow.data.build import open_store
-from rectified_flow.data.open import open_dataset
+from rectified_flow.data.open import OxfordFlowersDataset, open_dataset
 from rectified_flow.data.sources.folder import FileFolder
+from rectified_flow.data.sources.huggingface import HuggingFaceSource
 from rectified_flow.data.sources.synthetic_flowers import SPECIES, SyntheticFlowers
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.errors import DamageError, UsageError
@@ -75,7 +76,7 @@ def test_oxford_flowers_have_their_true_names(tmp_path: Path) -> None:
     """The hub's class names are Oxford ids in text order: label 1 is id 10."""
     names = sorted(str(number) for number in range(1, 103))
     folder = save_table(tmp_path / "flowers", datasets.ClassLabel(names=names), [0, 1, names.index("54")])
-    dataset = open_dataset("", folder, image_size=4)
+    dataset = OxfordFlowersDataset(4, source=folder)
     assert len(set(dataset.class_names)) == 102
     assert [dataset.class_names[label] for label in dataset.labels] == ["pink primrose", "globe thistle", "sunflower"]
 
@@ -173,7 +174,7 @@ def test_a_folder_behind_a_link_may_have_a_name_that_is_not_utf8(tmp_path: Path)
     save_picture(tmp_path / LATIN / "1.png")
     (tmp_path / "cafe").symlink_to(tmp_path / LATIN)
     assert open_dataset("", tmp_path / "cafe", image_size=4).description == "caf\\udce9: 1 images of 4 px"
-    with pytest.raises(UsageError, match=r"^--dataset_path .*/caf\\udce9 cannot be used \(its name is not UTF-8\)"):
+    with pytest.raises(UsageError, match=r"^dataset_path .*/caf\\udce9 cannot be used \(its name is not UTF-8\)"):
         open_dataset("", tmp_path / LATIN, image_size=4)
 
 
@@ -191,7 +192,7 @@ def test_only_regular_files_are_read(tmp_path: Path, kind: str) -> None:
         os.mkfifo(odd)
     else:
         odd.symlink_to("/dev/zero" if kind == "device" else odd)
-    with pytest.raises(UsageError, match=r"broken image .*/2\.png \(.+\): remove it, or pass --skip_broken"):
+    with pytest.raises(UsageError, match=r"broken image .*/2\.png \(.+\): remove it, or pass skip_broken"):
         open_dataset("", tmp_path / "pics", image_size=4)
     assert len(open_dataset("", tmp_path / "pics", image_size=4, skip_broken_images=True)) == 1
 
@@ -200,7 +201,7 @@ def test_a_picture_that_may_not_be_read_is_named_or_skipped(tmp_path: Path, monk
     for name in ("1.png", "2.png"):
         save_picture(tmp_path / "pics" / name)
     with refusing(monkeypatch, "2.png"):
-        with pytest.raises(UsageError, match=r"2\.png \(Permission denied\): remove it, or pass --skip_broken"):
+        with pytest.raises(UsageError, match=r"2\.png \(Permission denied\): remove it, or pass skip_broken"):
             open_dataset("", tmp_path / "pics", image_size=4)
         assert len(open_dataset("", tmp_path / "pics", image_size=4, skip_broken_images=True)) == 1
 
@@ -239,9 +240,17 @@ def test_a_row_may_name_a_file_of_the_datasets_folder(tmp_path: Path) -> None:
     assert dataset.info.skipped == ["row 2 of set train", "row 3 of set train"]
 
 
+def test_a_row_of_a_hub_dataset_names_a_file_of_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    source, file = HuggingFaceSource("some/pictures"), str(tmp_path / "cache/downloads/1.png")
+    assert source._find_file(file) == Path(file)
+    with pytest.raises(ValueError, match="a file outside the dataset's folder"):
+        source._find_file(str(tmp_path / "1.png"))
+
+
 def test_a_table_of_something_else_than_pictures(tmp_path: Path) -> None:
     datasets.Dataset.from_dict({"text": ["a"], "size": [1]}).to_parquet(tmp_path / "words.parquet")
-    with pytest.raises(UsageError, match=r"^--dataset_path .* has no image column, only text, size: to train on image"):
+    with pytest.raises(UsageError, match=r"^dataset_path .* has no image column, only text, size: to train on image"):
         open_dataset("", tmp_path, image_size=4)
 
 

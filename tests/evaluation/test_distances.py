@@ -57,6 +57,13 @@ def test_kernel_distance_by_hand() -> None:
     assert kernel_distance(real, generated)[0] == pytest.approx(8 + 1 - 2)
 
 
+def test_the_precision_of_sampling_does_not_round_the_kernel_distance() -> None:
+    real, generated = normal(40, 0), normal(40, 1)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = kernel_distance(real, generated)
+    assert rounded == kernel_distance(real, generated)
+
+
 def test_samples_of_the_same_distribution_have_precision_and_recall() -> None:
     real = normal(300, 0)
     assert precision_and_recall(real, real + 1e-4) == {"precision": 1, "recall": 1}

@@ -57,9 +57,20 @@ class HuggingFaceSource(ImageSource):
         """Return the undecoded image of a row, and its label or -1."""
         row = self._rows[index]
         image, label = row[_columns(self._rows, "Image")[0]] or {"bytes": b""}, row.get(self._label_column)
-        # A path is relative to the folder of the table, or absolute in the cache of the hub.
-        content = io.BytesIO(image["bytes"]) if image["bytes"] is not None else Path(self.source, image["path"])
+        content = io.BytesIO(image["bytes"]) if image["bytes"] is not None else self._find_file(image["path"])
         return open_picture(content), -1 if label is None else int(label)
+
+    def _find_file(self, path: str | None) -> Path:
+        """Return the file of a row, which is among the dataset's own: a table from elsewhere may name any file."""
+        import datasets
+        import huggingface_hub
+
+        caches = (datasets.config.HF_DATASETS_CACHE, huggingface_hub.constants.HF_HUB_CACHE)
+        folders = [self.source] if isinstance(self.source, Path) else [Path(folder) for folder in caches]
+        file = Path(folders[0], path or "").resolve()
+        if not any(file.is_relative_to(folder.resolve()) for folder in folders):
+            raise ValueError(f"the row names {file}, a file outside the dataset's folder")
+        return file
 
     def read_table(self) -> dict[str, Any]:
         """Return the columns beside the images, with the names of classes."""
