@@ -29,12 +29,7 @@ SHARDING = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
 
 
 def join_processes() -> PartialState:
-    """Join the process group of this launch, on the CPU if there is no accelerator; do nothing if it was joined before.
-
-    Raises:
-        UsageError: if there are more processes than GPUs, if the processes do not see each other and would each train
-            alone, or if the launcher is configured to shard the weights.
-    """
+    """Join the process group of this launch, on the CPU if there is no accelerator, unless it was joined before."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if "RANK" in os.environ:
         # Launchers of one process per machine leave it out, and without it accelerate finds no backend for GPUs.
@@ -62,13 +57,7 @@ def join_processes() -> PartialState:
 def check_equal(state: Accelerator | PartialState, facts: Callable[[], Mapping[str, Any]]) -> None:
     """Compare ``facts()``, and the code that runs, between the processes. Collective.
 
-    Args:
-        state: Accelerate's state of the processes.
-        facts: returns values by a name that a person understands; not called if there is a single process.
-
-    Raises:
-        UsageError: on all processes, if they differ; the sentence names the first rank that differs from rank 0, its
-            host, and the differences.
+    The facts are values by a name that a person understands.
     """
     if state.num_processes == 1:
         return
@@ -82,11 +71,7 @@ def check_equal(state: Accelerator | PartialState, facts: Callable[[], Mapping[s
 
 
 def check_shared(state: Accelerator | PartialState, output_dir: Path) -> None:
-    """Check that all processes see the files that the main one writes into ``--output_dir``. Collective.
-
-    Raises:
-        UsageError: on all processes, if one process does not see them; the message names its rank and its host.
-    """
+    """Check that all processes see the files that the main one writes into ``--output_dir``. Collective."""
     if state.num_processes == 1:
         return
     # A process that is killed leaves an empty hidden file.
@@ -164,9 +149,6 @@ def map_over_ranks(state: Accelerator | PartialState, total: int, function: Call
 
     Returns:
         The rows in the order of the items, ``[total, ...]``, on the CPU.
-
-    Raises:
-        Interrupted: on every process, if the function raised it on one.
     """
     rows, request, world_size = None, "", state.num_processes
     try:
@@ -180,11 +162,7 @@ def map_over_ranks(state: Accelerator | PartialState, total: int, function: Call
 
 
 def check_equal_weights(accelerator: Accelerator, parameters: Iterable[Tensor]) -> None:
-    """Compare a checksum of each parameter between the processes.
-
-    Raises:
-        RunError: if they differ; the message names the ranks whose weights differ from those of the majority.
-    """
+    """Compare a checksum of each parameter between the processes."""
     # The bits of each value, as an integer of its size.
     bits = [p.detach().view(getattr(torch, f"int{8 * p.element_size()}")) for p in parameters]
     sums = [each.sum(dtype=torch.int64) for each in bits]

@@ -57,11 +57,7 @@ def save_pretrained(flow: Flow, folder: str | Path, **card: Any) -> None:
 
 
 def claim_model(folder: Path) -> None:
-    """Claim the file names of a model in ``folder``, as :func:`rectified_flow.system.outputs.claim` does.
-
-    Raises:
-        UsageError: if a file of the user's has one of these names, or ``folder`` belongs to a run or a checkpoint.
-    """
+    """Claim the file names of a model in ``folder``, as :func:`rectified_flow.system.outputs.claim` does."""
     if is_run(folder):
         raise UsageError(f"--save_pretrained {folder} belongs to a run: choose another folder")
     code = [PIPELINE_INDEX, PIPELINE.name, f"{PIPELINE_FOLDER}/{PIPELINE.name}"]
@@ -108,14 +104,7 @@ def push_to_hub(flow: Flow, repo_id: str, *, private: bool | None = None, token:
 
 
 def model_card(flow: Flow, *, metadata: Mapping[str, Any] | None = None, **texts: Any) -> ModelCard:
-    """Return the README of a model, with a description and code that loads it.
-
-    Args:
-        flow: the flow.
-        metadata: arguments of :class:`huggingface_hub.ModelCardData`, such as license, datasets and tags.
-        texts: further values of the template: those of :func:`card_of_run`, ``repo_id``, the id of the model on the
-            hub, and ``grid``, the name of a picture in the same folder.
-    """
+    """Return the README of a model, with a description and code that loads it."""
     reads = any(getattr(kind, "is_text", False) for kind in flow.conditions.values())
     task = "text-to-image" if reads else "unconditional-image-generation"
     module = None if type(flow).__module__.startswith("rectified_flow.") else type(flow).__module__
@@ -137,15 +126,7 @@ def model_card(flow: Flow, *, metadata: Mapping[str, Any] | None = None, **texts
 
 
 def card_of_run(trained: Trained, license_name: str | None) -> dict[str, Any]:
-    """Return arguments of :func:`model_card` on the data, the training, and the evaluation of the weights.
-
-    Args:
-        trained: the checkpoint.
-        license_name: the licence of the model, as the hub names it.
-
-    Raises:
-        UsageError: if the run's ``evaluation.json`` is damaged.
-    """
+    """Return arguments of :func:`model_card` on the data, the training, and the evaluation of the weights."""
     flags, defaults, rules = flags_in(trained.config), plain(TrainingConfig()), rules_of(TrainingConfig)
     name, folder = name_of(flags.get("dataset", "")), flags.get("dataset_path")
     is_id = folder is None and re.fullmatch(r"\w[\w.-]*/[\w.-]+", name) and not Path(name).exists()

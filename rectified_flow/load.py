@@ -44,15 +44,7 @@ def load_flow(path: str | Path, kind: type[F] = Flow) -> F:  # type: ignore[assi
 
 
 def build_flow(description: Mapping[str, Any], source: Path | str) -> Flow:
-    """Build the flow of a description with fresh weights.
-
-    Args:
-        description: the description, by :func:`rectified_flow.registry.describe`.
-        source: the file or folder that an error names.
-
-    Raises:
-        UsageError: if the description names a class that is not registered, or an argument does not fit.
-    """
+    """Build the flow of a description with fresh weights."""
     try:
         flow: Flow = build(description)
     except UsageError as error:
@@ -84,11 +76,7 @@ class Trained:
 
 
 def read_trained(source: Path) -> Trained:
-    """Read the flow of the checkpoint ``source``, and its record of the run.
-
-    Raises:
-        UsageError: if it is damaged, or holds no :class:`Flow`.
-    """
+    """Read the flow of the checkpoint ``source``, and its record of the run."""
     files = read_manifest(source).files  # not the files in the folder: the run may be removing some
     if FLOW_FILE not in files:
         raise UsageError(f"checkpoint {source} has no {FLOW_FILE}: register the network and the flow before training")
@@ -121,10 +109,6 @@ def autocast(precision: str, device: torch.device) -> torch.autocast:
 
 
 def read_results(folder: Path) -> list[dict[str, Any]]:
-    """Return the results of evaluate.py in ``folder``, or an empty list if there are none.
-
-    Raises:
-        UsageError: if the results are damaged.
-    """
+    """Return the results of evaluate.py in ``folder``, or an empty list if there are none."""
     path = folder / RESULTS_FILE
     return read_document(path, list[dict[str, Any]]) if path.exists() else []

@@ -233,15 +233,7 @@ It is registered with ``@register(role="score")``, and is empty for a flow that 
 def conditions_of(
     flow: Flow, data: Any, numbers: Sequence[int], seed: int, draws: Sequence[int] | None = None
 ) -> dict[str, Tensor]:
-    """Return the conditions and sources of some items by name, ``[n, ...]`` on the CPU, for ``flow.sample``.
-
-    Args:
-        flow: the flow.
-        data: a dataset with the conditions of the flow, of pictures or of data of the flow's space.
-        numbers: the numbers of the items.
-        seed: seed of a degradation that is random.
-        draws: numbers of the random draws; by default the numbers of the items.
-    """
+    """Return the conditions and sources of some items by name, ``[n, ...]`` on the CPU, for ``flow.sample``."""
     if not getattr(flow, "takes_source", False):  # other modules than flows can be sampled, too
         values = data.condition_values(numbers)
         return {name: each for name, each in values.items() if name in flow.conditions}

@@ -65,11 +65,7 @@ def in_batches(numbers: Sequence[int], size: int, doing: str) -> Iterator[Sequen
 
 
 def load_features(name: FeatureNetwork, device: torch.device) -> Features:
-    """Load a feature network on ``device``.
-
-    Raises:
-        UsageError: if its package or its weights are unavailable.
-    """
+    """Load a feature network on ``device``."""
     return {"inception": _inception, "efficientnet_lite0": _efficientnet_lite0}[name](device)
 
 
@@ -170,13 +166,7 @@ RealData = ImageDataset | RenderedItems  # data to which samples are compared
 
 
 def stored_batch(data: Any, numbers: Sequence[int], flow: Flow) -> dict[str, Tensor]:
-    """Return items of a dataset on the device of a flow, as the flow's space stores them.
-
-    Args:
-        data: data of the space, or pictures, which the space encodes.
-        numbers: the numbers of the items.
-        flow: the flow.
-    """
+    """Return items of a dataset on the device of a flow, as the flow's space stores them."""
     space, batch = flow.space, Batches(data).__getitems__(numbers)
     batch = {name: values.to(flow.device) for name, values in batch.items()}
     if space.key not in batch:
@@ -190,11 +180,6 @@ def reference_features(dataset: RealData, features: Features, batch_size: int = 
 
     Each process extracts its share of the whole store. Saved features are loaded instead. The main process saves new
     features beside the store if the cache can be written.
-
-    Args:
-        dataset: the images.
-        features: the features to extract.
-        batch_size: images per batch.
     """
     state = PartialState()
     if dataset.path is not None and dataset.rows is not None:

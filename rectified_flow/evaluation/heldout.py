@@ -70,11 +70,6 @@ def hold_out(pictures: ImageDataset, share: float, seed: int) -> Split:
     The side of a picture is a function of the seed and of a hash of its content. So a picture that is added to the
     folder moves no other to the other side, and a copy of a picture, mirrored or not, is on the same side. If
     recompression changed the hash, a held-out picture that resembles a training picture is left out of both sides.
-
-    Args:
-        pictures: all pictures.
-        share: expected share of the held-out pictures.
-        seed: seed of the run.
     """
     state, colours = PartialState(), reference_features(pictures, average_colours())
     split = on_main(state, lambda: split_rows(colours, share, seed))
@@ -136,15 +131,8 @@ class HeldOutPictures:
     def losses(self, flow: Flow, numbers: Sequence[int]) -> Tensor:
         """Measure the loss of some of the ``2 * count`` pictures, of which the held-out ones come first.
 
-        Args:
-            flow: has a method ``velocity(x, t, **conditions)``.
-            numbers: the numbers of the pictures.
-
         Returns:
             The loss of each picture, float32 ``[n]``.
-
-        Raises:
-            Interrupted: if a stop was requested meanwhile.
         """
         with flow.evaluating():
             batches = in_batches(numbers, AT_ONCE, "held-out loss")
@@ -203,9 +191,6 @@ def judge(measured: Sequence[HeldOutLoss]) -> Verdict:
     noise are the same in all measurements, the test is paired: the losses of pictures differ much more from each other
     than the loss of one picture changes, and only the change of each picture's loss counts. Several measurements in a
     row are asked for, because the averaged weights lag behind and a single rise may be a fluctuation.
-
-    Args:
-        measured: the measurements in the order of their steps.
     """
     best = min(range(len(measured)), key=lambda index: measured[index].heldout_loss)
     last = measured[max(best + 1, len(measured) - PATIENCE) :]

@@ -202,10 +202,6 @@ def likelihood(comparison: Comparison) -> dict[str, float]:
 
     Returns:
         ``bits_per_dimension`` and ``heldout_bits_per_dimension``, and the standard error ``_error`` of each mean.
-
-    Raises:
-        UsageError: if the likelihood of the data is undefined for the flow.
-        RunError: if an estimate is not finite.
     """
     evaluator, numbers = comparison.evaluator, dict[str, float]()
     for prefix, data in {"": evaluator.dataset, "heldout_": evaluator.held_out}.items():

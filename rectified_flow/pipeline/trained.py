@@ -75,9 +75,6 @@ class FlowPipeline(DiffusionPipeline):
             metadata: have pictures of Pillow write seed, settings and the mark of generated pictures when saved.
             conditions: values by name; picture ``i`` has value ``i % n`` of each. Without any, captions are examples of
                 the training data, and other conditions are drawn. If some are given, the others are "none".
-
-        Raises:
-            UsageError: if the flow takes no such condition or guidance, or translates pictures.
         """
         flow = self.flow
         if flow.takes_source:

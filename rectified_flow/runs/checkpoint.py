@@ -99,16 +99,7 @@ def step_of(path: Path) -> int:
 def save(folder: Path, step: int, tensors: Tensors, documents: Mapping[str, Any], *, best: bool = False) -> Path:
     """Write a checkpoint, and return its folder.
 
-    Args:
-        folder: folder of the run's checkpoints.
-        step: number of optimizer steps made.
-        tensors: named tensors by file name. Each tensor is contiguous and shares memory with no other.
-        documents: plain data by file name.
-        best: mark the checkpoint as the best.
-
-    Raises:
-        OSError: if the disk is full.
-        UsageError: if the checkpoint would replace a folder that holds something foreign.
+    The tensors by file name are contiguous, and no two of them share memory.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for abandoned in (*folder.glob("step_*.building"), *folder.glob("step_*.removing")):  # by a killed run
@@ -132,13 +123,8 @@ def save(folder: Path, step: int, tensors: Tensors, documents: Mapping[str, Any]
 def prune(newest: Path, keep: int, total_steps: int | None = None) -> None:
     """Remove all checkpoints but the ``keep`` newest (0 keeps all), the best and an early one.
 
-    A checkpoint that contains foreign files is reported and kept.
-
-    Args:
-        newest: checkpoint written last. Later checkpoints, if any, are damaged leftovers and do not count towards
-            ``keep``.
-        keep: number of checkpoints to keep.
-        total_steps: number of steps of the whole run, which determines its early checkpoint; None keeps none.
+    A checkpoint that contains foreign files is reported and kept. Checkpoints later than ``newest`` are damaged
+    leftovers and do not count towards ``keep``. Without ``total_steps``, no early checkpoint is kept.
     """
     older = [each for each in list_checkpoints(newest.parent) if each.name <= newest.name]
     kept = {best_of(newest.parent), None if total_steps is None else _early(older, total_steps)}
@@ -200,15 +186,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def newest_checkpoint(folder: Path, names: Collection[str] | None = None) -> Path | None:
-    """Return the newest undamaged checkpoint in ``folder``; None if there are no checkpoints.
-
-    Args:
-        folder: folder of a run's checkpoints.
-        names: files whose contents are verified; by default all.
-
-    Raises:
-        UsageError: if there are checkpoints but every one is damaged.
-    """
+    """Return the newest undamaged checkpoint in ``folder``; None if there are no checkpoints."""
     checkpoints = list_checkpoints(folder)
     for path in reversed(checkpoints):
         problem = find_damage(path, names=names)
@@ -221,15 +199,7 @@ def newest_checkpoint(folder: Path, names: Collection[str] | None = None) -> Pat
 
 
 def resolve(path: Path, names: Collection[str] | None = FLOW_FILES) -> Path:
-    """Return the checkpoint at ``path``, the newest of a run's folder, or the checkpoint that ``best`` names.
-
-    Args:
-        path: checkpoint or run.
-        names: files whose contents are verified; None verifies all.
-
-    Raises:
-        UsageError: if there is no checkpoint, or it is damaged.
-    """
+    """Return the checkpoint at ``path``, the newest of a run's folder, or the checkpoint that ``best`` names."""
     if path.name == BEST:
         path = best_of(path.parent) or path
     if is_checkpoint(path):
@@ -250,11 +220,7 @@ def fingerprint(path: Path) -> str:
 
 
 def load_tensors(path: Path, *names: str) -> dict[str, Tensor]:
-    """Return the named tensors of a checkpoint's safetensors files, later files over earlier ones.
-
-    Raises:
-        UsageError: if a file is not a safetensors file.
-    """
+    """Return the named tensors of a checkpoint's safetensors files, later files over earlier ones."""
     tensors: dict[str, Tensor] = {}
     for name in names:
         try:
@@ -266,11 +232,7 @@ def load_tensors(path: Path, *names: str) -> dict[str, Tensor]:
 
 
 def load_weights(network: nn.Module, path: Path, *names: str) -> None:
-    """Give ``network`` the weights in a checkpoint's safetensors files, later files over earlier ones.
-
-    Raises:
-        UsageError: if a file is damaged, or of another architecture.
-    """
+    """Give ``network`` the weights in a checkpoint's safetensors files, later files over earlier ones."""
     saved = load_tensors(path, *names)
     wanted = network.state_dict()
     elsewhere = wanted.keys() - own_weights(network).keys() - saved.keys()
@@ -283,11 +245,7 @@ def load_weights(network: nn.Module, path: Path, *names: str) -> None:
 
 
 def load_averaged(network: nn.Module, path: Path) -> None:
-    """Give ``network`` the weights of the checkpoint at ``path``, averaged if there are averages.
-
-    Raises:
-        UsageError: if it is of another architecture.
-    """
+    """Give ``network`` the weights of the checkpoint at ``path``, averaged if there are averages."""
     load_weights(network, path, *averaged_files(path))
 
 
@@ -298,9 +256,6 @@ def load_matching(network: nn.Module, path: Path) -> tuple[set[str], set[str]]:
 
     Returns:
         The names of the network's own weights that were taken, and of those that were not.
-
-    Raises:
-        UsageError: if the checkpoint is damaged.
     """
     saved = load_tensors(path, *averaged_files(path))
     saved = getattr(network, "align", dict)(saved)
@@ -314,9 +269,6 @@ def averaged_files(path: Path) -> list[str]:
     """Return the names of a checkpoint's files that hold the averaged weights, later files over earlier ones.
 
     Averages have no frozen weights, so the file of the model itself comes first.
-
-    Raises:
-        UsageError: if its manifest cannot be read, for example since the checkpoint was pruned.
     """
     return [MODEL_FILE] + [EMA_FILE] * (EMA_FILE in read_manifest(path).files)
 

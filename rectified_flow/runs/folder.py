@@ -43,16 +43,7 @@ RUN_FILES = ("config.json", STATUS_FILE, "loss.png", "samples")
 def describe_run(
     config: TrainingConfig, flow: Mapping[str, Any], dataset: Dataset[Any], data: Block = None, flags: Block = None
 ) -> dict[str, Any]:
-    """Return the contents of the ``config.json`` of a run.
-
-    Args:
-        config: the run's flags.
-        flow: the description of the flow with its network.
-        dataset: the data. Its attribute ``arguments`` has the arguments of :func:`rectified_flow.open_dataset`, and
-            ``description`` a line for the user.
-        data: the description of the data, if a program opened them.
-        flags: further flags of that program.
-    """
+    """Return the contents of the ``config.json`` of a run."""
     data = data or getattr(dataset, "arguments", None) or {"description": data_description(dataset)}
     return {"data": dict(data), "flow": dict(flow), "training": recorded(config) | dict(flags or {})}
 
@@ -70,11 +61,7 @@ def data_description(dataset: Dataset[Any]) -> str:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read the ``config.json`` at ``path``.
-
-    Raises:
-        UsageError: if it cannot be read, is damaged, or does not belong to a run.
-    """
+    """Read the ``config.json`` at ``path``."""
     blocks = read_document(path, dict[str, dict[str, Any] | None])
     document = {name: block for name, block in blocks.items() if block}
     if document.keys().isdisjoint(("training", "run", "flags")):  # commit c5b7768 wrote the last two
@@ -118,11 +105,7 @@ def is_run(folder: Path) -> bool:
 
 
 def prepare_folders(config: TrainingConfig) -> None:
-    """Create the folders of a run, and claim the names of its files there. Call in one process only.
-
-    Raises:
-        UsageError: if a folder cannot be written, or contains a file of the user's that the run would replace.
-    """
+    """Create the folders of a run, and claim the names of its files there. Call in one process only."""
     known, config_file = is_run(config.output_dir), config.output_dir / RUN_FILES[0]
     claim(prepare_folder("output_dir", config.output_dir), RUN_FILES, ours=known)
     if not known and config_file.exists():  # such as that of a saved model
@@ -138,9 +121,6 @@ def lock_folder(config: TrainingConfig, held: ExitStack) -> None:
     """Create the folder of a run, and lock it until ``held`` closes.
 
     The operating system releases the lock when the process ends, even if it is killed.
-
-    Raises:
-        UsageError: if the folder cannot be written, or another run holds it.
     """
     prepare_folders(config)
     folder, status = config.output_dir, read_status(config.output_dir)
@@ -161,17 +141,7 @@ def precision_name(accelerator: Accelerator) -> str:
 
 
 def check_start(config: TrainingConfig, origin: Path | None = None, *, writes: bool = True) -> None:
-    """Check, before the data take hours to prepare, that the run may start whatever the data are.
-
-    Args:
-        config: the run's flags.
-        origin: a checkpoint whose weights the run starts with, if there is one.
-        writes: create the run's folders.
-
-    Raises:
-        UsageError: if the run's folders cannot be written, ``--resume never`` finds checkpoints, or ``origin`` does not
-            exist.
-    """
+    """Check, before the data take hours to prepare, that the run may start whatever the data are."""
     if writes:
         prepare_folders(config)
     found = checkpoint.list_checkpoints(config.checkpoints)
@@ -186,16 +156,8 @@ def choose_checkpoint(
 ) -> tuple[Path | None, RunIdentity]:
     """Choose the checkpoint to resume from, and report each change since it was written.
 
-    Args:
-        config: the run's flags.
-        run: the identity of a run that begins now.
-        flow: the description of the flow to train, if it has one.
-
     Returns:
         The checkpoint, or None for a fresh start; and the identity of the run, which keeps its origin.
-
-    Raises:
-        UsageError: if resuming would mix two runs.
     """
     check_start(config, writes=False)
     path = checkpoint.newest_checkpoint(config.checkpoints)

@@ -29,10 +29,6 @@ class LineFile:
         path: the file.
         step: first step of the run. Lines of later steps, left by a killed run, are dropped. At step 0, an older
             file is kept beside the new one.
-
-    Raises:
-        OSError: if the file cannot be written.
-        UsageError: if its rights forbid reading it.
     """
 
     def __init__(self, path: Path, step: int) -> None:
@@ -113,15 +109,7 @@ class RunLog:
             file.flush()
 
     def start_trackers(self, document: Mapping[str, Any], run_id: str) -> None:
-        """Start the tracker of ``--log_with``, if any; a resumed run continues there as ``run_id``.
-
-        Args:
-            document: the contents of the run's ``config.json``.
-            run_id: the run's name in trackers.
-
-        Raises:
-            UsageError: if it does not start, for example without an account or a network.
-        """
+        """Start the tracker of ``--log_with``, if any; a resumed run continues there as ``run_id``."""
         flags = flags_in(document)
         simple = {name: value if isinstance(value, bool | int | float) else str(value) for name, value in flags.items()}
         settings: dict[str, dict[str, Any]] = {

@@ -72,19 +72,11 @@ class BackgroundSaver:
         return self._copies[file, name].copy_(value)
 
     def wait(self, seconds: float | None = None) -> Path | None:
-        """Wait for the checkpoint in writing, and return its path; None if there is none, or writing it failed.
-
-        Raises:
-            TimeoutError: if it takes longer than ``seconds``.
-        """
+        """Wait for the checkpoint in writing, and return its path; None if there is none, or writing it failed."""
         return None if self._writing is None else self._writing.result(seconds)
 
     def finish(self) -> Path | None:
-        """Wait for the last checkpoint, which must not be missing, and return its path.
-
-        Raises:
-            RunError: if it could not be written.
-        """
+        """Wait for the last checkpoint, which must not be missing, and return its path."""
         path = self.wait()
         if self._problem:
             failure = f"could not save the last step to {self.config.checkpoints} ({self._problem})"
@@ -141,21 +133,13 @@ class Run:
             tqdm.write(text)
 
     def check_equal(self) -> None:
-        """Check that all processes are about to train the same flow on the same data with the same flags, paths aside.
-
-        Raises:
-            UsageError: if they are not.
-        """
+        """Check that all processes train the same flow on the same data with the same flags, paths aside."""
         facts = {"the number of items": self.length, "the fingerprint of the dataset": self.fingerprint}
         flags = {f"--{name}": value for name, value in plain(self.config, paths=False).items()}
         check_equal(self.accelerator, lambda: facts | flags | folder.flat(self.flow_description or {}))
 
     def choose_checkpoint(self) -> Path | None:
-        """Return the checkpoint to load, if there is one, on every process; from then on the run has an identity.
-
-        Raises:
-            UsageError: if resuming would mix two runs.
-        """
+        """Return the checkpoint to load, if there is one, on every process; from then on the run has an identity."""
         batch = self.config.split_batch(self.accelerator.num_processes)
         precision = folder.precision_name(self.accelerator)
         run = RunIdentity(self.fingerprint, self.config.seed, batch.total, "new", precision)
@@ -165,11 +149,7 @@ class Run:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Lock other runs out of the folders inside the block. Write an error of the block to ``status.json``.
-
-        Raises:
-            UsageError: if a folder cannot be written, the processes do not share it, or another run holds it.
-        """
+        """Lock other runs out of the folders inside the block. Write an error of the block to ``status.json``."""
         with ExitStack() as held:
             on_main(self.accelerator, lambda: folder.lock_folder(self.config, held))
             check_shared(self.accelerator, self.config.output_dir)
@@ -199,14 +179,7 @@ class Run:
         self.log.start_trackers(self.document, run_id)
 
     def save(self, step: int, tensors: Tensors, counters: Mapping[str, Any], *, best: bool) -> Path:
-        """Write a checkpoint in the background and return its path. If the disk is full, warn and keep the previous.
-
-        Args:
-            step: optimizer steps made.
-            tensors: named tensors by file.
-            counters: the rest of the training state.
-            best: point the name ``best`` to the checkpoint.
-        """
+        """Write a checkpoint in the background and return its path. If the disk is full, warn and keep the previous."""
         if self.accelerator.is_main_process:
             self.write_status(running=True)
             with suppress(OSError):  # the lines are written with later ones
@@ -227,11 +200,7 @@ class Run:
         return self.config.checkpoints / checkpoint.step_name(step)
 
     def finish(self) -> None:
-        """Flush all files, and write the final status and the paths of the files. Main process only.
-
-        Raises:
-            RunError: if the last checkpoint or the last lines could not be written.
-        """
+        """Flush all files, and write the final status and the paths of the files. Main process only."""
         path = self.saver.finish()
         with writing(f"the last lines of {self.log.folder / 'metrics.jsonl'}"):
             self.log.flush()

@@ -114,10 +114,6 @@ class Artifact:
         Args:
             remedy: advice for the error message, such as "pass a writable folder with --cache_dir".
             timeout: time to wait for another builder [s]; negative waits as long as it takes.
-
-        Raises:
-            BusyError: if another builder still holds the lock.
-            UsageError: if the folder cannot be written.
         """
         if self.is_whole:
             yield False
@@ -133,10 +129,6 @@ class Artifact:
 
         Returns:
             The progress that :meth:`reached` recorded last; empty for a new stage.
-
-        Raises:
-            UsageError: if the place or the stage holds something that the project did not write, or the place holds a
-                damaged artifact that is not replaceable.
         """
         for place in (self.stage, _removing(self.path)):  # foreign files are refused before the work
             owned_files(place, self.kind)
@@ -171,12 +163,7 @@ class Artifact:
         replace_file(self.stage / MARKER, json.dumps(asdict(marker)))
 
     def finish(self) -> None:
-        """Seal and publish the artifact. Call in one process only.
-
-        Raises:
-            OSError: if a file is missing, or the disk is full.
-            UsageError: if the stage, or the folder that is to be replaced, holds something foreign.
-        """
+        """Seal and publish the artifact. Call in one process only."""
         self.seal()
         self.publish()
 
@@ -208,12 +195,7 @@ def write_manifest(folder: Path, kind: str, names: Sequence[str]) -> None:
 
 
 def read_manifest(folder: Path, kind: str = CHECKPOINT) -> Manifest:
-    """Return the manifest of the artifact in ``folder``.
-
-    Raises:
-        UsageError: if it may not be read.
-        DamageError: if it is missing or damaged, or of another kind.
-    """
+    """Return the manifest of the artifact in ``folder``."""
     manifest = read_document(folder / MANIFEST, Manifest)
     if manifest.kind != kind:
         raise DamageError(f"{folder} holds the {manifest.kind}, not the {kind}")
@@ -231,14 +213,6 @@ def find_damage(folder: Path, kind: str = CHECKPOINT, names: Collection[str] | N
     """Return the damage of an artifact in words, or None.
 
     The sizes of all files are compared. Files are hashed if their times are not the recorded ones, as after copying.
-
-    Args:
-        folder: folder of the artifact.
-        kind: kind that it must have.
-        names: files to hash; by default all.
-
-    Raises:
-        UsageError: if a file may not be read, or a newer version of this project wrote it, which is no damage.
     """
     try:
         with reading(folder):
@@ -260,15 +234,7 @@ def find_damage(folder: Path, kind: str = CHECKPOINT, names: Collection[str] | N
 
 
 def owned_files(folder: Path, kind: str) -> list[Path]:
-    """Return the files of a finished or half-built artifact, all of which the project wrote.
-
-    Args:
-        folder: folder of the artifact or stage. It may be missing or empty.
-        kind: kind that its manifest or marker must have.
-
-    Raises:
-        UsageError: if ``folder`` is no folder, or holds something that is not proven to be the project's.
-    """
+    """Return the files of a finished or half-built artifact, all of which the project wrote."""
     if not folder.exists() and not folder.is_symlink():
         return []
     if folder.is_symlink() or not folder.is_dir():
@@ -293,10 +259,6 @@ def remove(folder: Path, kind: str) -> None:
     """Remove a finished or half-built artifact, if every file in it is proven to be the project's.
 
     Another process sees all of it or nothing, since it first gets another name.
-
-    Raises:
-        UsageError: if it holds anything foreign; nothing is removed then.
-        OSError: if it cannot be removed.
     """
     removing = _removing(folder)
     owned_files(folder, kind)

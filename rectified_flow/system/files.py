@@ -34,10 +34,6 @@ def locked(path: Path, busy: str = "", timeout: float = -1, remedy: str = "choos
         busy: beginning of the error message, such as "another process is writing to FOLDER".
         timeout: time to wait for another process that holds the lock [s]; negative waits as long as it takes.
         remedy: end of the error message.
-
-    Raises:
-        BusyError: if another process still holds the lock.
-        UsageError: if the file may not be opened: another process may hold it.
     """
     with ExitStack() as held:
         try:
@@ -73,9 +69,6 @@ def replace_file(path: Path, content: bytes | str, *, durable: bool = True) -> N
         path: file to write.
         content: bytes, or text that is encoded as UTF-8.
         durable: wait until the content is on the disk.
-
-    Raises:
-        OSError: if it cannot be written; the file is then as it was.
     """
     beside = path.with_name(f".{path.name}.{token_hex(4)}.tmp")
     try:
@@ -92,12 +85,7 @@ def replace_file(path: Path, content: bytes | str, *, durable: bool = True) -> N
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turn an error in reading ``path`` into a sentence.
-
-    Raises:
-        UsageError: if its rights forbid reading it, or the system cannot read it now.
-        DamageError: on any other error of the operating system.
-    """
+    """Turn an error in reading ``path`` into a sentence."""
     try:
         yield
     except OSError as error:
@@ -120,11 +108,7 @@ def writing(
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a regular file to read it: reading a pipe might wait, and a device might never end.
-
-    Raises:
-        OSError: if it cannot be opened, or is something else.
-    """
+    """Open a regular file to read it: reading a pipe might wait, and a device might never end."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -155,15 +139,7 @@ def printable(path: Path | str) -> str:
 
 
 def usable_path(name: str, path: Path) -> Path:
-    """Return ``path`` with ``~`` expanded.
-
-    Args:
-        name: the option that names the path, for the error message.
-        path: a file or folder, there or not.
-
-    Raises:
-        UsageError: if its name is not UTF-8, or the home folder is unknown.
-    """
+    """Return ``path`` with ``~`` expanded."""
     try:
         str(path).encode()  # a JSON file cannot contain a name that is not UTF-8
         return path.expanduser()
@@ -188,17 +164,7 @@ def read_document(path: Path, schema: type[T]) -> T:
 
 
 def parse_document(content: bytes | str, schema: type[T], source: object) -> T:
-    """Parse a JSON document.
-
-    Args:
-        content: JSON text.
-        schema: dataclass, or another type of the whole document.
-        source: file or place of the document, for error messages.
-
-    Raises:
-        NewerError: if it has a key that the schema does not know.
-        DamageError: if it is no JSON, or does not fit the schema.
-    """
+    """Parse a JSON document."""
     from pydantic import ValidationError  # as slow to import as the rest of a command line
 
     try:

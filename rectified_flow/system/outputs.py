@@ -35,16 +35,7 @@ class Record:
 def claim(folder: Path, names: Iterable[str], *, ours: bool = False) -> None:
     """Record that programs write files or subfolders of these names into ``folder``. Call in one process only.
 
-    Args:
-        folder: an existing folder.
-        names: names of files or subfolders of ``folder``, or paths of files in subfolders, which are made.
-        ours: whether the folder is that of a run, which a copy without hidden files leaves without a record; all
-            contents of such a folder are then treated as written by the project.
-
-    Raises:
-        UsageError: if a name exists that is not in the record, the record cannot be read, or the folder is a
-            checkpoint or store, in which a foreign file would count as damage.
-        RunError: if the record cannot be written, for example on a full disk.
+    All contents of a folder that is ``ours``, of a run, count as written by this project: a copy has no hidden files.
     """
     if is_artifact(folder):
         raise UsageError(f"{folder} is a checkpoint or another complete artifact: choose another folder")
@@ -68,11 +59,6 @@ def claim(folder: Path, names: Iterable[str], *, ours: bool = False) -> None:
 
 
 def write_output(path: Path, content: bytes | str, *, durable: bool = True) -> None:
-    """Write or replace a file as :func:`replace_file` does, unless ``path`` is a file of the user.
-
-    Raises:
-        UsageError: if ``path`` exists and the project did not write it.
-        OSError: if ``path`` cannot be written.
-    """
+    """Write or replace a file as :func:`replace_file` does, unless ``path`` is a file of the user."""
     claim(path.parent, [path.name])
     replace_file(path, content, durable=durable)

@@ -69,11 +69,7 @@ BAR_HEIGHT = 10  # height of the bar of a legend [px]
 
 
 def open_picture(source: Path | IO[bytes]) -> Image.Image:
-    """Open a picture without decoding it yet.
-
-    Raises:
-        OSError: if the file is not a regular file, or not a picture in one of :data:`FORMATS`.
-    """
+    """Open a picture without decoding it yet."""
     if isinstance(source, Path):
         open_regular(source).close()
     try:
@@ -122,9 +118,6 @@ def fit(image: Image.Image, size: tuple[int, int], *, alpha: bool = False, pad: 
         size: width and height [px].
         alpha: keep transparency.
         pad: show the whole image, padded with white, instead of cropping its centre.
-
-    Raises:
-        ValueError: if the range of the pixels is unknown.
     """
     image.draft("RGB", (2 * max(size), 2 * max(size)))  # JPEG then decodes at a fraction of its size; others ignore it
     with suppress(*BAD_EXIF):
@@ -169,13 +162,9 @@ class Legend:
 def to_grid(
     images: Tensor, columns: int | None = None, texts: Sequence[str] | None = None, legend: Legend | None = None
 ) -> Grid:
-    """Arrange uint8 images ``[n, c, h, w]`` side by side in one ``[H, W, c]``.
+    """Arrange uint8 images ``[n, c, h, w]`` side by side in one ``[H, W, c]``, by default nearly a square.
 
-    Args:
-        images: the images. Those with texts are enlarged by a whole number if they are small.
-        columns: number of columns; by default, the grid is nearly a square.
-        texts: a text below each image.
-        legend: drawn below the grid; white fills the sides of a grid that is narrower than its text.
+    Small images with texts below them are enlarged by a whole number. The legend is drawn below the grid.
     """
     from torchvision.utils import make_grid  # takes seconds to load
 
@@ -213,11 +202,7 @@ def encode_picture(pixels: np.ndarray[Any, Any], suffix: str = ".png", **options
 
 
 def write_picture(path: Path, pixels: np.ndarray[Any, Any], **options: Any) -> Path:
-    """Write ``pixels`` ``[h, w, c]``, RGB or RGBA, whole or not at all, in the format of the suffix; return ``path``.
-
-    Raises:
-        RunError: if that fails.
-    """
+    """Write ``pixels`` ``[h, w, c]``, RGB or RGBA, whole or not at all, in the format of its suffix."""
     with writing(path):
         write_output(path, encode_picture(pixels, path.suffix, **options), durable=False)
     return path
@@ -238,11 +223,7 @@ class Panel:
 
 
 def draw_panels(path: Path, panels: Sequence[Panel]) -> None:
-    """Plot panels one below the other into the PNG file ``path``.
-
-    Raises:
-        OSError: if the file cannot be written.
-    """
+    """Plot panels one below the other into the PNG file ``path``."""
     from matplotlib.figure import Figure  # takes a second to import
 
     figure = Figure(figsize=(8, 0.5 + 4 * len(panels)), layout="constrained")
@@ -305,11 +286,7 @@ def metadata_options(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_provenance(path: Path) -> Provenance:
-    """Return the settings of a generated picture.
-
-    Raises:
-        UsageError: if the file has none.
-    """
+    """Return the settings of a generated picture."""
     with reading(path):
         packet = open_picture(path).info.get("xmp", b"")
     found = re.search(rb'flow:Settings="([^"]*)"', packet)

@@ -71,11 +71,7 @@ def stop_requested() -> str | None:
 
 
 def raise_if_stop_requested() -> None:
-    """Abandon the current work if a stop was requested.
-
-    Raises:
-        Interrupted: if a stop was requested.
-    """
+    """Abandon the current work if a stop was requested."""
     if request := stop_requested():
         raise Interrupted(request)
 

@@ -29,11 +29,7 @@ _MultiProcessingDataLoaderIter._shutdown = True
 
 
 def load(dataset: Dataset[Any], stream: StreamSampler, config: TrainingConfig) -> Iterator[Batch]:
-    """Yield the micro-batches of one rank without end.
-
-    Raises:
-        RunError: if the loader processes cannot be started.
-    """
+    """Yield the micro-batches of one rank without end."""
     loader = DataLoader(
         Batches(dataset),
         batch_sampler=stream,
@@ -79,12 +75,7 @@ REMEDY = (
 
 @contextmanager
 def explain_loader_errors() -> Iterator[None]:
-    """Turn the failure of a loader process, which may arrive anywhere inside the block, into a sentence.
-
-    Raises:
-        RunError: if the loader process lacked memory or open files, or was killed.
-        UsageError: if the dataset raised a UsageError; a RunError of the dataset is raised in the same way.
-    """
+    """Turn the failure of a loader process, which may arrive anywhere inside the block, into a sentence."""
     try:
         yield
     except (RuntimeError, UsageError, OSError) as error:
@@ -116,12 +107,6 @@ def paired(batches: Iterator[Batch], flow: Flow, stream: StreamSampler, step: in
     """Add ``noise_rows``, the number of the noise that is paired with each row of the global batch. Collective.
 
     If paths start from sources, the source of each row is replaced by the paired source.
-
-    Args:
-        batches: the rank's micro-batches.
-        flow: the flow whose :meth:`Flow.pair` chooses.
-        stream: the sampler of the micro-batches.
-        step: the step of the first global batch.
     """
     batch, device = stream.batch, flow.device
     while micro_batches := list(islice(batches, batch.accumulation)):

@@ -79,14 +79,6 @@ def muon(
     """Build :class:`Muon` for matrices and filters, and AdamW for the other parameters, as one optimizer.
 
     AdamW also trains embeddings, and matrices of fewer than 8 rows or columns such as the filter of the output layer.
-
-    Args:
-        parameters: pairs of name and parameter.
-        lr: learning rate of all parameters.
-        betas: AdamW's decay rates.
-        weight_decay: decoupled weight decay of all parameters.
-        momentum: decay rate of the average of the gradient, for matrices.
-        update_size: root mean square of the update of a matrix, before the learning rate; AdamW's is 0.2 to 0.4.
     """
     by_kind: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for name, parameter in parameters:
@@ -166,14 +158,6 @@ def find_optimizer(config: TrainingConfig, *, fused: bool) -> BuildOptimizer:
 
     A registered builder takes the trained parameters with their names. It gets the peak learning rate ``lr`` and
     ``fused`` if it has a parameter for them, and the arguments of ``--optimizer``.
-
-    Args:
-        config: the run's flags.
-        fused: whether to build an optimizer whose step is one kernel. A fused optimizer reads ``found_inf``, so it
-            can skip a step whose gradient is not finite without a wait for the device. Other optimizers need the wait.
-
-    Raises:
-        UsageError: if no optimizer is registered under that name, or an argument does not fit it.
     """
     choice = choose("optimizer", "optimizer", config.optimizer)
     return lambda parameters: choice.build(parameters=parameters, lr=config.learning_rate, fused=fused)

@@ -46,13 +46,6 @@ def measure_speed(
     On a CPU, the steps are made on fewer and smaller images, and both figures are scaled by the number of pixels: time
     and memory of a convolution are in proportion to it, and a full memory would end the program. On a GPU, the speed
     depends on the size of the batch.
-
-    Args:
-        flow: returns the loss; its weights are changed.
-        build: builds the optimizer.
-        count: images of the batch.
-        points: number of points of an item's path; 0 if it has none.
-        autocast: the precision of a forward pass.
     """
     device, sides = flow.device, list((flow.space.shape or (0,))[1:])
     rows, small = count, sides
@@ -135,15 +128,7 @@ class Throughput:
 
 
 def summarize(config: TrainingConfig, accelerator: Accelerator, flow: nn.Module, data: str, length: int) -> str:
-    """Describe device, data, network, batch, length and output of a run.
-
-    Args:
-        config: the run's flags.
-        accelerator: the run's Accelerator.
-        flow: the module to train.
-        data: a description of the dataset.
-        length: number of items.
-    """
+    """Describe device, data, network, batch, length and output of a run."""
     batch = config.split_batch(accelerator.num_processes)
     count = sum(parameter.numel() for parameter in flow.parameters())
     images = config.total_steps(batch, length) * batch.total

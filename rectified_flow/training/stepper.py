@@ -51,11 +51,7 @@ MAX_SKIPPED = 10  # number of skipped steps in a row after which the run stops
 
 
 def trained_parameters(flow: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the trained parameters by name.
-
-    Raises:
-        UsageError: if a trained parameter has less than 32 bits.
-    """
+    """Return the trained parameters by name."""
     parameters = {name: p for name, p in flow.named_parameters() if p.requires_grad}
     for name, parameter in parameters.items():
         if parameter.element_size() < torch.float32.itemsize:
@@ -110,11 +106,7 @@ class TrainingState(checkpoint.Counters):
             self.ema.update()
 
     def require_sound(self) -> None:
-        """Check the trained weights and their averages, which waits for the device.
-
-        Raises:
-            RunError: if one of them is not finite, or larger than any that training makes.
-        """
+        """Check the trained weights and their averages, which waits for the device."""
         weights: Mapping[str, Tensor] = self.parameters
         for tensors in (weights, self._averaged()):
             largest = get_total_norm([value for value in tensors.values() if value.is_floating_point()], torch.inf)
@@ -144,11 +136,7 @@ class TrainingState(checkpoint.Counters):
         }
 
     def load(self, path: Path, rank: int = 0, world_size: int = 1) -> None:
-        """Restore the state of the checkpoint at ``path`` for one of the ranks.
-
-        Raises:
-            UsageError: if the checkpoint is of another architecture or optimizer.
-        """
+        """Restore the state of the checkpoint at ``path`` for one of the ranks."""
         checkpoint.load_weights(network_of(self.flow), path, checkpoint.MODEL_FILE)
         saved = checkpoint.load_state(path)
         if self.ema is not None:
@@ -252,11 +240,7 @@ class Stepper:
         self._pending: _PendingStep | None = None
 
     def take(self, batches: Iterator[Batch]) -> None:
-        """Train on the next global batch, and finish the previous step.
-
-        Raises:
-            RunError: if too many steps in a row were bad, up to the previous one.
-        """
+        """Train on the next global batch, and finish the previous step."""
         state, optimizer = self.state, self.state.optimizer
         losses, values = [], dict[str, Tensor]()
         for micro_batch in range(self.batch.accumulation):
@@ -280,11 +264,7 @@ class Stepper:
         state.images_seen += self.batch.total
 
     def finish_pending(self) -> None:
-        """Read the verdict of the last step, and update averages and counters.
-
-        Raises:
-            RunError: if too many steps in a row were bad.
-        """
+        """Read the verdict of the last step, and update averages and counters."""
         pending, self._pending = self._pending, None
         if pending is None:
             return

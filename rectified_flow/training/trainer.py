@@ -305,9 +305,6 @@ def choose_precision(config: TrainingConfig, device: torch.device) -> str:
     """Choose the precision of a run: that of the flag, else of Accelerate or its launcher, else the fastest safe one.
 
     The fastest is bf16 on a GPU with native support, and float32 (``no``) otherwise.
-
-    Raises:
-        UsageError: if fp16 is requested on a CPU, where Accelerate would silently use float32.
     """
     inherited = AcceleratorState().mixed_precision if is_initialized() else os.environ.get("ACCELERATE_MIXED_PRECISION")
     made_for_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
@@ -319,11 +316,7 @@ def choose_precision(config: TrainingConfig, device: torch.device) -> str:
 
 
 def build_accelerator(config: TrainingConfig) -> Accelerator:
-    """Build the Accelerator of a run.
-
-    Raises:
-        UsageError: if the precision is unavailable, or the processes cannot join.
-    """
+    """Build the Accelerator of a run."""
     state = distributed.join_processes()
     return Accelerator(
         mixed_precision=choose_precision(config, state.device),
