@@ -218,7 +218,8 @@ class Number(WrittenCondition):
     """Numbers, float32 ``[b]``; NaN stands for "none".
 
     The network gets the quantile rank of a number in the training data. Numbers outside of the training range are
-    clamped to it. The quantiles ascend, at equal distances from the minimum of the training data to the maximum.
+    clamped to it. ``quantiles`` ascend from the minimum to the maximum of the training
+    data, at equally spaced ranks.
     """
 
     column_type: ClassVar[str] = "number"

@@ -57,7 +57,7 @@ def join_processes() -> PartialState:
 def check_equal(state: Accelerator | PartialState, facts: Callable[[], Mapping[str, Any]]) -> None:
     """Compare ``facts()``, and the code that runs, between the processes. Collective.
 
-    The facts are values by a name that a person understands.
+    ``facts`` returns values by a name that is printed in the error.
     """
     if state.num_processes == 1:
         return

@@ -414,7 +414,7 @@ def choose_named(flag: str, base: type, text: str) -> Any:
 
 
 def arguments_from(group: Flags, names: Iterable[str], target: Any) -> dict[str, Any]:
-    """Return the flags with some names that the user has changed, as arguments of a class."""
+    """Return those of the named flags that differ from their defaults, as arguments for ``target``."""
     values = {name: getattr(group, name) for name in names}
     given = {name: value for name, value in values.items() if value != getattr(type(group), name)}
     for name in given.keys() - parameters_of(target).keys():

@@ -139,7 +139,7 @@ def _check_arguments(kind: type, arguments: dict[str, Any]) -> None:
 
     Classes outside of the package may have loose annotations, and check the values themselves.
     """
-    from pydantic import ConfigDict, TypeAdapter, ValidationError  # model code does without
+    from pydantic import ConfigDict, TypeAdapter, ValidationError  # importing models does not load it
 
     if not kind.__module__.startswith(f"{__package__}."):
         return

@@ -73,7 +73,9 @@ def read_samples(folder: Path, law: Law) -> Tensor:
         raise UsageError(f"--samples {folder} has no .npy files: pass the folder that sample.py wrote")
     samples = torch.stack([torch.from_numpy(np.load(path)) for path in paths])
     if samples.shape[1:] != (2, law.side, law.side):
-        raise UsageError(f"the samples have the shape {tuple(samples.shape[1:])}, not that of the law: pass its --law")
+        raise UsageError(
+            f"the samples have the shape {tuple(samples.shape[1:])}, not that of the law: pass the law of these samples with --law"
+        )
     return samples
 
 

@@ -44,7 +44,7 @@ def open_pictures(config: DataConfig, source: ImageSource | None = None) -> Imag
 def open_data(data: RunData, source: ImageSource | None = None, kinds: ConditionSpecs | None = None) -> ImageDataset:
     """Open the pictures of a run with their columns and their sources. Collective.
 
-    With the conditions of a trained flow, ``kinds``, columns take their kinds from it, and others are left out.
+    ``kinds`` are the conditions of a trained flow: its columns get these kinds, and all other columns are left out.
     """
     seed = data.pictures.data_seed or 0
     pictures = open_pictures(data.pictures, source)
@@ -61,7 +61,7 @@ def data_arguments_of(config: DataConfig) -> dict[str, Any]:
 def with_space(config: DataConfig, *, may_choose: bool = True) -> DataConfig:
     """Return the flags of the data with the space of most files, and the size of the first picture in place of 0.
 
-    The space is chosen by the files if ``--space`` is not given and ``may_choose``, or has arguments but no name.
+    The files determine the space if ``--space`` has no name. Without ``--space``, ``may_choose`` must be true.
     """
     folder = config.dataset_path
     is_free = (may_choose or config.space) and not name_of(config.space)
@@ -172,8 +172,8 @@ def can_augment(data: DataConfig) -> bool:
 def build_space(data: DataConfig, found: ImageDataset | ImageSource | Dataset[Any] | None = None) -> Space:
     """Build the space of the flags; the scales of a space of latents are measured later.
 
-    The data are in a store, or the files of a folder, whose range of values is not known yet, or items, the first of
-    which has the shape of the data.
+    ``found`` is a store, the files of a folder, whose range of values is not known yet, or a dataset, whose first item
+    gives the shape.
     """
     kind = kind_of_space(data)
     target = getattr(kind, "of", kind)

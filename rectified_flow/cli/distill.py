@@ -46,7 +46,7 @@ COMPARED_UNFINISHED = ("precision", "teacher", "earlier")
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that determines the data of a teacher. Flags set the settings; the rest is known with the teacher."""
+    """Everything that determines the data of a teacher. The fields after ``solver`` describe the teacher."""
 
     pairs: int  # number of pairs, or of paths
     steps: int  # intervals of each sample

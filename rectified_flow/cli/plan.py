@@ -133,7 +133,7 @@ class Plan(NamedTuple):
 
 
 def plan(facts: Facts, measure: Measure) -> Plan:
-    """Choose the settings of a run that takes the time of the facts."""
+    """Choose the settings of a run that fits into the time in ``facts``."""
     measure = cache(measure)
     dim, why_network = _choose_width(facts, measure)
     trial = Trial(dim, _choose_batch(facts, 0, facts.samples), _choose_precision(facts, measure, dim))

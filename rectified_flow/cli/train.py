@@ -134,7 +134,7 @@ def _space_of(config: TrainConfig, found: Any, *, has_begun: bool) -> Space:
 
 
 def check_flags(config: TrainConfig) -> None:
-    """Check what the flags of several groups exclude, and the names of registered parts."""
+    """Check relations between flags of different groups, and the names of registered parts."""
     check_rules(config, config.given)
     method, has_teacher = config.method, config.teacher.teacher is not None
     if (method in ("distill", "reflow")) != has_teacher:

@@ -71,7 +71,7 @@ class Framing:
 
 
 def parse_ratio(text: str) -> tuple[int, int]:
-    """Return width and height, without common divisors, of ``3:2``."""
+    """Parse ``width:height``, such as ``3:2``, and return both numbers in lowest terms."""
     match = re.fullmatch("([1-9][0-9]{0,3}):([1-9][0-9]{0,3})", text)
     if match is None:
         rule = "it must be width:height, two whole numbers from 1 to 9999, such as 3:2"

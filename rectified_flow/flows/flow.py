@@ -235,7 +235,7 @@ class Flow(nn.Module):
             strength: the time to start at, with ``start``.
 
         Raises:
-            UsageError: if the flow has not seen a shape yet.
+            UsageError: if neither ``noise`` nor the space has a shape.
         """
         count = next((len(given) for given in (start, noise, *conditions.values()) if given is not None), count)
         if noise is None:

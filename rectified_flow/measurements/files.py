@@ -80,7 +80,7 @@ def read_field(file: Path, channels_last: bool | None) -> tuple[Array, FieldForm
     for unknown values, its integers are read as floating point.
 
     ``channels_last`` is whether an array of three axes is ``[h, w, c]`` rather than ``[c, h, w]``; by default, the
-    shorter axis is that of the channels. TIFF and PNG files say it themselves.
+    shorter axis is that of the channels. The headers of TIFF and PNG files determine the axis.
     """
     suffix = file.suffix.lower().replace(".tiff", ".tif")
     with open_regular(file) as stream:
@@ -126,7 +126,7 @@ def _read_tiff(stream: IO[bytes]) -> Contents:
     planes = [each.asarray(maxworkers=1) for each in pages]
     values = np.stack(planes) if len(planes) > 1 else planes[0]
     size = *page.resolution, int(page.resolutionunit)
-    is_known = RESOLUTION in page.tags and size != (1, 1, 1)  # 1 without a unit is what writers have to write
+    is_known = RESOLUTION in page.tags and size != (1, 1, 1)  # writers set 1 without a unit if it is unknown
     return Contents(values, page.axes == "YXS", _nodata(found[0].tags), size if is_known else None, len(pages) > 1)
 
 

@@ -99,7 +99,7 @@ def step_of(path: Path) -> int:
 def save(folder: Path, step: int, tensors: Tensors, documents: Mapping[str, Any], *, best: bool = False) -> Path:
     """Write a checkpoint, and return its folder.
 
-    The tensors by file name are contiguous, and no two of them share memory.
+    ``tensors`` maps file names to contiguous tensors that share no memory.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for abandoned in (*folder.glob("step_*.building"), *folder.glob("step_*.removing")):  # by a killed run

@@ -62,7 +62,7 @@ class BackgroundSaver:
         self._writing = self._thread.submit(self._write, step, copies, write)
 
     def _copy(self, file: str, name: str, value: Tensor) -> Tensor:
-        """Copy a tensor into memory that is kept for it till the run ends, as new memory costs more than copying.
+        """Copy a tensor into a buffer that is reused until the run ends, as allocation takes longer than copying.
 
         The copy has the order in which it is written. Else torch would reorder it in worker threads of this thread's
         own, and OpenMP slows down all of a process that has more of them than cores.

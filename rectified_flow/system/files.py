@@ -2,6 +2,7 @@
 
 import json
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from errno import EACCES, EMFILE, ENFILE, ENOENT, ENOMEM, EPERM, ESTALE, ETIMEDOUT
@@ -149,9 +150,11 @@ def usable_path(name: str, path: Path) -> Path:
 
 
 def prepare_folder(flag: str, folder: Path) -> Path:
-    """Make ``folder``, which the option ``flag`` names, and return it; a UsageError if it cannot be made."""
+    """Make ``folder``, which the option ``flag`` names, and return it; a UsageError if it cannot be written."""
     with writing(f"--{flag} {folder}", UsageError):
         folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(b"a full disk shows here")
     return folder
 
 

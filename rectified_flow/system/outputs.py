@@ -35,7 +35,8 @@ class Record:
 def claim(folder: Path, names: Iterable[str], *, ours: bool = False) -> None:
     """Record that programs write files or subfolders of these names into ``folder``. Call in one process only.
 
-    All contents of a folder that is ``ours``, of a run, count as written by this project: a copy has no hidden files.
+    With ``ours``, for the folder of a run, a folder without a record is treated as written by this project, because a
+    copy of a run may lack hidden files.
     """
     if is_artifact(folder):
         raise UsageError(f"{folder} is a checkpoint or another complete artifact: choose another folder")

@@ -102,7 +102,7 @@ class HuggingFaceSource(ImageSource):
         return rows
 
     def _load(self) -> Any:
-        """Return the split as it is."""
+        """Load the split without changing its columns."""
         import datasets
 
         table = find_dataset_file(self.source) if isinstance(self.source, Path) else None
