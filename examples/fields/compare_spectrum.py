@@ -74,7 +74,7 @@ def read_samples(folder: Path, law: Law) -> Tensor:
     samples = torch.stack([torch.from_numpy(np.load(path)) for path in paths])
     if samples.shape[1:] != (2, law.side, law.side):
         raise UsageError(
-            f"the samples have the shape {tuple(samples.shape[1:])}, not that of the law: pass the law of these samples with --law"
+            f"the samples have the shape {tuple(samples.shape[1:])}, not that of the law: pass their law with --law"
         )
     return samples
 

@@ -143,7 +143,7 @@ def fill(
     """Write the missing rows of a store that is claimed, record the progress after each block, and finish. Collective.
 
     Each process makes ``batch_size`` consecutive rows at once, ``[b, ...]`` by entry in the type to store. The main
-    process calls ``describe`` for the arguments of :meth:`StoreWriter.complete`. ``doing`` is the verb that the progress bar shows.
+    process calls ``describe`` for the arguments of :meth:`StoreWriter.complete`. The progress bar shows ``doing``.
     """
     state = PartialState()
     block = batch_size * state.num_processes
