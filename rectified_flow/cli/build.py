@@ -103,6 +103,8 @@ def _autoguidance(config: SamplingConfig, trained: Trained, state: PartialState)
     if path is None:
         raise UsageError(f"--autoguidance needs a checkpoint of the first quarter of the run: {source.parent} has none")
     early: Any = read_trained(on_main(state, partial(checkpoint.resolve, path))).flow
+    if (type(early), early.space.shape, early.conditions) != (type(flow), flow.space.shape, flow.conditions):
+        raise UsageError(f"--autoguidance: {path} differs from {source} in kind, shape or conditions: move it away")
     velocity = to_device(early, state.device, config.model.mixed_precision).exact_velocity
     return replace(guidance_of(config.solver, flow), autoguidance=config.solver.autoguidance, earlier=velocity)
 

@@ -85,7 +85,7 @@ def test_what_says_nothing_or_too_little_is_not_generated_again(run: Path, tmp_p
         (run, "plain/00000.png", "00000.png does not say how it was generated: pass a picture of sample.py"),
         (run, "made/grid.png", "--like needs a single picture that was generated from noise"),
         (run, "from/00000.png", "--like needs a single picture that was generated from noise"),
-        (run, "nowhere.png", "nowhere.png cannot be read"),
+        (run, "nowhere.png", "nowhere.png is missing"),
         (run, "made/00000.png --seed 2", "--like and --seed exclude each other: pass one"),
         (run, "made/00000.png --solver heun", "--like and --solver exclude each other: pass one"),
         (tmp_path / "other", "made/00000.png", "and another model generated this one"),
