@@ -17,7 +17,7 @@ from contextlib import suppress
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_type_hints, overload
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints, overload
 
 from rectified_flow.errors import UsageError, first_line
 
@@ -135,7 +135,7 @@ def parameters_of(target: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def _check_arguments(kind: type, arguments: dict[str, Any]) -> None:
-    """Check the arguments of a class of this package by its annotations.
+    """Check the arguments of a class of this package by its annotations, and turn text into paths.
 
     Classes outside of the package may have loose annotations, and check the values themselves.
     """
@@ -148,8 +148,11 @@ def _check_arguments(kind: type, arguments: dict[str, Any]) -> None:
         if name not in parameters:
             raise UsageError(f"it has no argument {name!r}; upgrade if a newer version wrote the description")
         hint: Any = parameters[name].annotation
+        expected = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+        if isinstance(value, str) and Path in (expected, *get_args(expected)):
+            arguments[name] = Path(value)  # a description holds a path as text
         try:  # in a tuple, as pydantic takes no rules for a dataclass alone
-            TypeAdapter(tuple[hint], config=rules).validate_python((value,), strict=True)
+            TypeAdapter(tuple[hint], config=rules).validate_python((arguments[name],), strict=True)
         except ValidationError as error:
             raise UsageError(f"{name}: {error.errors(include_url=False)[0]['msg']}") from error
 

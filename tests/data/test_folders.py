@@ -246,12 +246,14 @@ def test_files_with_and_without_unknown_values_are_read_alike(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("how", "sentence"),
     [
-        ({"image_size": 8, "aspect_ratio": "3"}, "--aspect_ratio is 3; it must be width:height"),
-        ({"image_size": 8, "exclude": ["2.png"]}, r"--exclude names 2\.png, which is no image of"),
+        ({"image_size": 8, "aspect_ratio": "3"}, "aspect_ratio is 3; it must be width:height"),
+        ({"image_size": 8, "exclude": ["2.png"]}, r"exclude names 2\.png, which is no image of"),
         ({"image_size": 8, "exclude": ["1.png"]}, "none of the 0 images in"),
     ],
 )
-def test_python_takes_a_folder_and_its_errors_name_flags(tmp_path: Path, how: dict[str, Any], sentence: str) -> None:
+def test_python_takes_a_folder_and_its_errors_name_parameters(
+    tmp_path: Path, how: dict[str, Any], sentence: str
+) -> None:
     picture(tmp_path / "1.png")
     with pytest.raises(UsageError, match=f"^{sentence}"):
         open_dataset(str(tmp_path), **how)
@@ -304,7 +306,7 @@ def test_files_that_are_no_pictures_are_named_for_what_they_are(tmp_path: Path, 
     file.write_bytes(CONTENTS[content])
     with pytest.raises(UsageError, match=rf"broken image .*1\.jpg \({content}"):
         open_dataset(str(file.parent), image_size=4)
-    with pytest.raises(UsageError, match=rf"^--dataset_path .*1\.jpg is not a folder, but {content}"):
+    with pytest.raises(UsageError, match=rf"^dataset_path .*1\.jpg is not a folder, but {content}"):
         open_dataset("", file, image_size=4)
     file.rename(file.with_suffix(".unknown"))
     with pytest.raises(UsageError, match=rf"holds no pictures .*; .*1\.unknown is {content}"):
@@ -362,5 +364,5 @@ def test_measurements_that_are_no_picture_are_named_with_the_way_to_read_them(tm
     tifffile.imwrite(tmp_path / "0.tif", values, planarconfig="separate" if dtype == "int32" else None)
     for number in range(1, 4):
         picture(tmp_path / f"{number}.jpg")
-    with pytest.raises(UsageError, match=r"broken image .*0\.tif \(.*; --space Fields reads measurements\): remove it"):
+    with pytest.raises(UsageError, match=r"broken image .*0\.tif \(.*; space Fields reads measurements\): remove it"):
         open_dataset(str(tmp_path), image_size=4)

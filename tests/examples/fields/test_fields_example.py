@@ -91,5 +91,5 @@ def test_unusable_samples_are_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"--samples .*none has no \.npy files"):
         compared(tmp_path, "none")
     (tmp_path / "fields/law.json").write_text(json.dumps({"side": 8}))
-    with pytest.raises(UsageError, match=r"the shape \(2, 16, 16\), not that of the law: pass its --law"):
+    with pytest.raises(UsageError, match=r"the shape \(2, 16, 16\), not that of the law: pass their law with --law"):
         compare(parse(CompareFlags, "", f"--samples {tmp_path}/fields --law {tmp_path}/fields/law.json".split()))
