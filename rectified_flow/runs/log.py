@@ -175,7 +175,7 @@ class RunLog:
             losses = self._metrics.numbers("loss")
             lines: dict[str, Line] = {"mean since the line before": losses}
             window = max(1, len(losses) // 20)
-            if len(losses) > window:
+            if window > 1:
                 means = np.convolve([*losses.values()], np.ones(window) / window, "valid")
                 lines[f"mean of {window}"] = dict(zip([*losses][window - 1 :], means.tolist(), strict=True))
             panels = [Panel(lines, "training loss", "step", "loss", log_y=len(lines) > 1)]
