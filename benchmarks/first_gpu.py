@@ -110,7 +110,7 @@ class Check:
 
 
 class Bench:
-    """What the checks share: the device, the sizes, and a folder for runs and decoded images."""
+    """The device, the sizes of the checks, and a folder for runs and decoded images."""
 
     def __init__(self, tiny: bool, folder: Path) -> None:
         self.tiny, self.folder = tiny, folder

@@ -4,6 +4,7 @@ from dataclasses import replace
 from math import gcd
 from typing import Any, cast
 
+import numpy as np
 from accelerate import PartialState
 from torch.utils.data import Dataset
 
@@ -22,7 +23,10 @@ from rectified_flow.flows.flow import Flow
 from rectified_flow.registry import find, names, parameters_of
 from rectified_flow.spaces.degradations import Degradation
 from rectified_flow.spaces.space import Space
-from rectified_flow.system.terminal import line
+from rectified_flow.system.terminal import line, size_text
+
+FEW, NAMED = 10, 5
+"""Number of pictures below which a class is reported, and largest number of names in a list."""
 
 
 def find_data(config: DataConfig) -> ImageSource | Dataset[Any]:
@@ -124,6 +128,29 @@ def add_columns(
     if flags.text_encoder and not any(each.kind.is_text for each in columns.values()):
         raise UsageError("--text_encoder has no effect: no column of --condition_on has captions; leave it out")
     return pictures.changed(columns=columns, seed=seed)
+
+
+def summary_of(dataset: ImageDataset) -> str:
+    """Return the number, the sizes and the faults of pictures in one line."""
+    info, names, texts = dataset.info, dataset.class_names, [str(len(dataset))]
+    if info.framing is not None:
+        sizes = [original[1:] for original in dataset.originals]
+        (width, height), *others = {*sizes}
+        widths, heights = zip(*sizes, strict=True)
+        spans = f"{min(widths)} to {max(widths)} px wide, {min(heights)} to {max(heights)} px high"
+        texts.append(spans if others else f"all {width}x{height} px")
+        if enlarged := sum(info.framing.enlarges(*size) for size in sizes):
+            texts.append(f"{enlarged} smaller than {size_text(*info.framing.stored_size)} px, so enlarged and blurred")
+    if info.duplicates:
+        texts.append(f"{info.duplicates} equal to an earlier picture")
+    counts = np.bincount(dataset.labels, minlength=len(names)) if names else np.array([])
+    rare = [f"{names[label]} ({counts[label]})" for label in counts.argsort(kind="stable") if counts[label] < FEW]
+    if rare:
+        shown = ", ".join(rare[:NAMED]) + ", ..." * (len(rare) > NAMED)
+        texts.append(f"{len(rare)} of {len(names)} classes with fewer than {FEW} pictures: {shown}")
+    if info.skipped:
+        texts.append(f"{len(info.skipped)} left out; the first is {info.skipped[0]}")
+    return "; ".join(texts)
 
 
 def split_of(pictures: ImageDataset, data: DataConfig) -> Split | None:

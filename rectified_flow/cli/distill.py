@@ -110,8 +110,7 @@ def open_distilled(
     """
     state, teacher, stored = PartialState(), distilled.teacher, on_main(PartialState(), lambda: recipe_of(distilled))
     space: Space = build(stored.space if stored else checkpoint.load_document(teacher, checkpoint.FLOW_FILE)["space"])
-    guided = distilled.recipe.autoguidance != 1
-    earlier = on_main(state, lambda: checkpoint.early_of(teacher)) if guided else None
+    earlier = on_main(state, lambda: checkpoint.early_of(teacher)) if distilled.recipe.autoguidance != 1 else None
     recipe = replace(
         distilled.recipe,
         source=str(teacher),

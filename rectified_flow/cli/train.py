@@ -5,7 +5,6 @@ from math import ceil, gcd
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import set_seed
@@ -13,7 +12,7 @@ from accelerate.utils import set_seed
 from rectified_flow.cli import planning
 from rectified_flow.cli.build import build_flow, choose_flow, choose_network, join
 from rectified_flow.cli.config import UNET, EvaluationConfig, OneStepConfig, TrainConfig, check_outside
-from rectified_flow.cli.data import build_space, check_source, find_data, open_data, split_of, with_space
+from rectified_flow.cli.data import build_space, check_source, find_data, open_data, split_of, summary_of, with_space
 from rectified_flow.cli.distill import DistillationData, open_distilled
 from rectified_flow.cli.plan import MIN_TO_HOLD_OUT, proposed_share
 from rectified_flow.cli.record import check_one_step, resolved
@@ -41,8 +40,6 @@ MEASUREMENTS = 10
 """Least number of measurements of the held-out loss in a run by default, before the limit of MEASURED_SHARE."""
 MEASURED_SHARE = 0.05
 """Largest share of a run's computations for the held-out loss, unless a flag asks for its measurement."""
-FEW, NAMED = 10, 5
-"""Number of pictures below which a class is reported, and largest number of names in a list."""
 
 
 def train(config: TrainConfig) -> bool:
@@ -104,7 +101,7 @@ def train_run(config: TrainConfig) -> bool:
     # The flags are final.
     flow = build_flow(config, conditions, space.with_augmentation(config.data.augment))
     start_from(config.origin if distilled is None else distilled.teacher, config.run, flow)
-    summary: dict[str, object] = {"pictures": summarize_pictures(data)} if has_pictures else {"items": len(data)}
+    summary: dict[str, object] = {"pictures": summary_of(data)} if has_pictures else {"items": len(data)}
     state.print(lines(summary | ({"values": space.summary} if space.summary else {})))
     if dry_run:
         planning.print_dry_run(config, flow, count if distilled is None else distilled.recipe.pairs)
@@ -237,29 +234,6 @@ def check_sides(config: TrainConfig, space: Space) -> None:
         problem = f"--image_size {size} gives {kind} of {size_text(width, height)}, not divisible by {divisor}"
         remedy = f"pass a multiple of {divisor * (size // common)}"
         raise UsageError(f"{problem}, as the {levels} levels of --dim_mults require: {remedy}")
-
-
-def summarize_pictures(dataset: ImageDataset) -> str:
-    """Return the number, the sizes and the faults of pictures in one line."""
-    info, names, texts = dataset.info, dataset.class_names, [str(len(dataset))]
-    if info.framing is not None:
-        sizes = [original[1:] for original in dataset.originals]
-        (width, height), *others = {*sizes}
-        widths, heights = zip(*sizes, strict=True)
-        spans = f"{min(widths)} to {max(widths)} px wide, {min(heights)} to {max(heights)} px high"
-        texts.append(spans if others else f"all {width}x{height} px")
-        if enlarged := sum(info.framing.enlarges(*size) for size in sizes):
-            texts.append(f"{enlarged} smaller than {size_text(*info.framing.stored_size)} px, so enlarged and blurred")
-    if info.duplicates:
-        texts.append(f"{info.duplicates} equal to an earlier picture")
-    counts = np.bincount(dataset.labels, minlength=len(names)) if names else np.array([])
-    rare = [f"{names[label]} ({counts[label]})" for label in counts.argsort(kind="stable") if counts[label] < FEW]
-    if rare:
-        shown = ", ".join(rare[:NAMED]) + ", ..." * (len(rare) > NAMED)
-        texts.append(f"{len(rare)} of {len(names)} classes with fewer than {FEW} pictures: {shown}")
-    if info.skipped:
-        texts.append(f"{len(info.skipped)} left out; the first is {info.skipped[0]}")
-    return "; ".join(texts)
 
 
 def hold_out_pictures(pictures: ImageDataset, config: TrainConfig) -> Split | None:

@@ -77,14 +77,15 @@ class StoreWriter(Artifact):
     def _declare(self, shapes: Mapping[str, Sequence[int]]) -> None:
         self.shapes, self.files = dict(shapes), (*shapes, *self.files)
 
-    def write(self, first: int, rows: Rows) -> None:
-        """Write consecutive rows, of which ``first`` is the number of the first, and flush them to the disk."""
+    def write(self, first: int, rows: Rows, *, durable: bool = True) -> None:
+        """Write consecutive rows, starting at row ``first``, and flush them unless progress is not recorded."""
         for name, values in rows.items():
             file = self.stage / f"{name}.{values.dtype}"
             with file.open("r+b") as opened:  # on a full disk, a write to a memory map would crash the process
                 opened.seek(first * values[0].nbytes)
                 opened.write(values.tobytes())
-            flush(file)
+            if durable:
+                flush(file)
 
     def written(self, count: int) -> None:
         """Record that the first ``count`` rows are written and flushed. Call in one process only."""
@@ -239,7 +240,7 @@ def _build(
                 images = {"images": np.stack(written)}
                 if not store.shapes:
                     store.allocate(images)
-                store.write(len(kept) - len(written), images)
+                store.write(len(kept) - len(written), images, durable=False)  # the whole store is flushed at the end
     if not kept:
         raise UsageError(f"none of the {len(broken)} images in {source.name} could be read")
     excluded = [f"left out {count} images by --exclude"] if (count := len(source) - len(numbers)) else []

@@ -10,9 +10,9 @@ from accelerate import PartialState
 from PIL import Image
 
 from rectified_flow.cli.config import TrainConfig
-from rectified_flow.cli.data import open_pictures
+from rectified_flow.cli.data import open_pictures, summary_of
 from rectified_flow.cli.record import config_in
-from rectified_flow.cli.train import build_heldout_hook, summarize_pictures
+from rectified_flow.cli.train import build_heldout_hook
 from rectified_flow.data.build import open_store
 from rectified_flow.data.config import Framing
 from rectified_flow.data.open import open_dataset
@@ -112,7 +112,7 @@ def pictures(tmp_path: Path) -> Path:
 def test_counts_and_rare_classes(pictures: Path) -> None:
     dataset = open_dataset("", pictures, image_size=8, skip_broken_images=True)
     assert dataset.description == "pets: 13 images of 8 px, 2 classes"
-    assert summarize_pictures(dataset) == (
+    assert summary_of(dataset) == (
         "13; 6 to 32 px wide, 30 to 40 px high; 1 smaller than 8 px, so enlarged and blurred; 1 equal to an earlier "
         "picture; 1 of 2 classes with fewer than 10 pictures: dogs (2)"
         f"; 1 left out; the first is {pictures}/dogs/99.png"
