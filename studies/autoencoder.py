@@ -219,7 +219,7 @@ def error_of(difference: Tensor) -> Tensor:
 
 
 def count_photographs(folder: Path) -> int:
-    """Return the number of training crops of photographs, which come before all other crops."""
+    """Return the number of training crops of photographs, whose sources come before all others."""
     sources = json.loads((folder / "sources.json").read_text())
     return sum(source["training"] for source in sources.values() if source["licence"].startswith("CC"))
 
@@ -304,7 +304,8 @@ def report(network: SmallNetwork, flags: Flags) -> None:
     rng = default_rng(0)
     photographs = [Image.open(path).convert("RGB") for path in sorted(flags.others.iterdir())]
     crops = [np.asarray(crop_photograph(photographs[i % len(photographs)], rng)) for i in range(500)]
-    held_out = np.array(np.load(flags.output_dir / "held_out.npy", mmap_mode="r")[:500])
+    held_out = np.load(flags.output_dir / "held_out.npy", mmap_mode="r")
+    held_out = held_out[default_rng(0).permutation(len(held_out))[:500]]
     figures = {}
     for name, some in (("held out", held_out), ("photographs", np.stack(crops))):
         pictures = to_pictures(some)

@@ -253,7 +253,7 @@ class Crops(ImageSource):
 
 
 def build(folder: Path, packages: Path, emoji: Path) -> None:
-    """Write ``training.npy`` and ``held_out.npy``, and ``sources.json`` last; nothing if that is there."""
+    """Write the crops of all sources in their order, and ``sources.json`` last; nothing if that is there."""
     if (folder / "sources.json").exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -266,12 +266,13 @@ def build(folder: Path, packages: Path, emoji: Path) -> None:
         }
         count = sum(len(pictures) * sources[name].crops for name, pictures in chosen.items())
         crops = open_memmap(folder / f"{part}.npy", "w+", np.uint8, (count, SIDE, SIDE, 3))
-        places = iter(default_rng(0).permutation(count))
+        row = 0
         for name, pictures in chosen.items():
             table[name][part] = len(pictures) * sources[name].crops
             table[name][f"{part} pictures"] = len(pictures)
             print(part, name, table[name][part], flush=True)
             for picture in pictures:
                 for crop in crops_of(sources[name], picture):
-                    crops[next(places)] = crop
+                    crops[row] = crop
+                    row += 1
     (folder / "sources.json").write_text(json.dumps(table, indent=1))
