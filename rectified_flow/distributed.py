@@ -87,7 +87,7 @@ def check_shared(state: Accelerator | PartialState, output_dir: Path) -> None:
 @cache
 def _versions() -> dict[str, str]:
     """Return torch's version and a hash of this package's source, since machines may hold different copies."""
-    package = Path(__file__).resolve().parent.parent
+    package = Path(__file__).resolve().parent
     source = b"".join(path.read_bytes() for path in sorted(package.rglob("*.py")))
     digest = blake2b(source, digest_size=6).hexdigest()
     return {"the version of torch": torch.__version__, f"the source of {package.name}": digest}

@@ -36,6 +36,10 @@ def train_apart(folders: list[Path], counts: list[int], seeds: list[int], code: 
     return ""
 
 
+def test_only_the_source_of_this_package_is_compared() -> None:
+    assert list(distributed._versions()) == ["the version of torch", "the source of rectified_flow"]
+
+
 @pytest.mark.parametrize(
     ("names", "counts", "seeds", "code", "expected"),
     [
