@@ -219,7 +219,7 @@ def error_of(difference: Tensor) -> Tensor:
 
 
 def count_photographs(folder: Path) -> int:
-    """Return the number of training crops of photographs, whose sources come before all others."""
+    """Return the number of crops from sources under CC licences, which are the first rows of ``training.npy``."""
     sources = json.loads((folder / "sources.json").read_text())
     return sum(source["training"] for source in sources.values() if source["licence"].startswith("CC"))
 
