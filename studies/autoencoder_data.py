@@ -232,7 +232,7 @@ def crops_of(source: Source, picture: Path | bytes | int) -> Iterator[NDArray[np
         yield np.asarray(source.crop(image, rng))
 
 
-@register
+@register(role="dataset")
 class Crops(ImageSource):
     """The training crops that :func:`build` wrote into a folder; the dataset of ``--dataset Crops``.
 
