@@ -19,7 +19,7 @@ from rectified_flow.system.terminal import lines
 from rectified_flow.training.optimizers import BuildOptimizer
 
 PIXELS = 2**14  # of a measured batch on a CPU; with half of them, a step of 64 px looks 20% slower than it is
-STEPS = 3  # measured; the first one also allocates memory
+STEPS, FEWEST, SECONDS = 6, 2, 2.0  # measured, at most and at least; time after which no further step is measured
 BYTES_PER_WEIGHT = 20  # float32 weight, gradient, two moments and average
 
 
@@ -42,6 +42,8 @@ def measure_speed(
     autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Speed:
     """Time steps of this process on a batch of ``count`` images, and read the memory at the peak.
+
+    The fastest of up to six steps counts, since other programs on the machine slow down some of them.
 
     On a CPU, the steps are made on fewer and smaller images, and both figures are scaled by the number of pixels: time
     and memory of a convolution are in proportion to it, and a full memory would end the program. On a GPU, the speed
@@ -78,12 +80,14 @@ def measure_speed(
     with deterministic(BatchRows(0, 0, rows, slice(None)), device):
         try:
             with saved_tensors_hooks(keep, lambda value: value):
-                step()
-            seconds = min(step() for _ in range(STEPS - 1))
+                step()  # not measured, since it allocates memory
+            times, began = list[float](), time.perf_counter()
+            while len(times) < FEWEST or (len(times) < STEPS and time.perf_counter() < began + SECONDS):
+                times.append(step())
         except torch.OutOfMemoryError:
             return Speed(0.0, inf)
     state = BYTES_PER_WEIGHT * sum(p.numel() for p in flow.parameters())
-    return Speed(count / seconds, state + scale * sum(kept.values()))
+    return Speed(count / min(times), state + scale * sum(kept.values()))
 
 
 def blank_item(flow: Flow, points: int, sides: list[int]) -> dict[str, Tensor]:
