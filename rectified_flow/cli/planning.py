@@ -18,7 +18,7 @@ from rectified_flow.cli import plan
 from rectified_flow.cli.build import build_flow
 from rectified_flow.cli.config import STARTER, TrainConfig, seconds_of
 from rectified_flow.cli.data import build_space, can_augment
-from rectified_flow.cli.distill import DistillationData, recipe_of
+from rectified_flow.cli.distill import DistillationData, Recipe, recipe_of
 from rectified_flow.cli.record import config_of
 from rectified_flow.condition import ConditionSpecs
 from rectified_flow.data.config import Crop
@@ -27,7 +27,7 @@ from rectified_flow.data.sources.folder import FileFolder
 from rectified_flow.data.sources.huggingface import HuggingFaceSource
 from rectified_flow.distributed import on_main
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import command_line, name_of, plain, replaced, values_of
+from rectified_flow.flags import command_line, name_of, plain, replaced
 from rectified_flow.flows.flow import Flow
 from rectified_flow.load import autocast
 from rectified_flow.networks.unet import to_device
@@ -102,8 +102,9 @@ def _choose_size(config: TrainConfig, source: ImageSource, sides: Sequence[int])
         tried = replaced(config, {**flags, **unknown, "global_batch_size": count})
         space = build_space(tried.data)
         network = plan.network_of(plan.STARTER_DIMS[bool(autoencoder)], (space.shape or ())[1:])
-        images = plan.TRAINED_SHARE * seconds_of(time) * training_speed(replaced(tried, network), {}, space).rate
-        if images >= min_images:
+        trials = [replaced(tried, {**network, "mixed_precision": each}) for each in _precisions_of(config)]
+        rate = max(training_speed(each, {}, space).rate for each in trials)
+        if (images := plan.TRAINED_SHARE * seconds_of(time) * rate) >= min_images:
             text = f"about {images:,.0f} images in {time}; --image_size overrides the choice"
             state.print(line("size", f"{' '.join(command_line(flags))}: {text}"))
             return flags
@@ -142,10 +143,9 @@ def with_plan(
     config: TrainConfig, has_begun: bool, pictures: int, conditions: ConditionSpecs, space: Space
 ) -> TrainConfig:
     """Return the flags of a run that takes the time of ``--budget``, and print its plan. Collective."""
-    time = budget_of(config)
     if has_begun:
         return config
-    if time is None:
+    if (time := budget_of(config)) is None:
         print_speed(config, pictures, conditions, space)
         return config
     config, why_network = _with_network(config)
@@ -161,13 +161,6 @@ def facts_of(config: TrainConfig, pictures: int, time: str, space: Space, why_ne
     """Return the facts that the plan of a run depends on. Collective."""
     state, fixed, distilled = PartialState(), fixed_flags(config), DistillationData.of(config)
     stored = None if distilled is None else on_main(state, lambda: recipe_of(distilled))
-    precisions: tuple[str | None, ...] = ("no", "bf16")
-    if state.device.type != "cpu" or "ACCELERATE_MIXED_PRECISION" in os.environ or config.method == "mean_flow":
-        precisions = (None,)
-    elif "mixed_precision" in fixed:
-        precisions = (config.run.mixed_precision,)
-    elif stored is not None:
-        precisions = ("bf16" if stored.precision == "bf16" else "no",)
     augment = plan.for_pictures(pictures, augmentable=can_augment(config.data)).get("augment", 0.0)
     sides = (space.shape or config.data.framing.shape)[1:]
     return plan.Facts(
@@ -185,11 +178,19 @@ def facts_of(config: TrainConfig, pictures: int, time: str, space: Space, why_ne
         network="the network of the teacher" if distilled else why_network,
         starter=_starter_of(config, sides),
         latents=bool(config.data.autoencoder),
-        precisions=precisions,
+        precisions=_precisions_of(config, stored),
         samples=distilled.recipe.pairs if distilled else 0,
         drawn=stored.pairs if stored else None,
         calls=distilled.calls if distilled else 0,
     )
+
+
+def _precisions_of(config: TrainConfig, stored: Recipe | None = None) -> tuple[str | None, ...]:
+    """Return the precisions that a plan may choose from, the safest one first; None is the default of the device."""
+    fixed = "mixed_precision" in fixed_flags(config) or "ACCELERATE_MIXED_PRECISION" in os.environ
+    if fixed or PartialState().device.type != "cpu" or config.method == "mean_flow":
+        return (config.run.mixed_precision,)
+    return ("no", "bf16") if stored is None else ("bf16" if stored.precision == "bf16" else "no",)
 
 
 def training_speed(config: TrainConfig, conditions: ConditionSpecs, space: Space) -> Speed:
@@ -228,8 +229,7 @@ def print_dry_run(config: TrainConfig, flow: Flow, length: int) -> None:
 
 def chooses_network(config: TrainConfig) -> bool:
     """Return whether the plan chooses the network, with levels that fit the sides of the data."""
-    is_free = budget_of(config) is not None and fixed_flags(config).isdisjoint(NETWORK_FLAGS)
-    return is_free and config.teacher.teacher is None
+    return bool(budget_of(config)) and not config.teacher.teacher and fixed_flags(config).isdisjoint(NETWORK_FLAGS)
 
 
 def _with_network(config: TrainConfig) -> tuple[TrainConfig, str]:
@@ -241,8 +241,7 @@ def _with_network(config: TrainConfig) -> tuple[TrainConfig, str]:
         return config, ""
     source = on_main(PartialState(), lambda: checkpoint.resolve(origin, [checkpoint.CONFIG_FILE]))
     known: TrainConfig = config_of(source)
-    given = {name: value for name, value in values_of(config).items() if name in config.given}
-    network = {name: value for name, value in plain(known.network).items() if name not in given}
+    network = {name: value for name, value in plain(known.network).items() if name not in config.given}
     return replaced(config, network), f"the network of {config.init.init_from}"
 
 

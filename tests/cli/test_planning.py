@@ -67,6 +67,15 @@ def test_the_size_of_the_pictures(side: int, rate: float, words: str, chosen: tu
     assert (data.image_size, name_of(data.autoencoder)) == chosen
 
 
+@pytest.mark.parametrize(("words", "side"), [("", 128), ("--mixed_precision bf16", 128), ("--mixed_precision no", 32)])
+def test_the_size_is_chosen_by_the_speed_in_the_faster_precision(words: str, side: int) -> None:
+    """In bf16, more than 4,000 images fit into an hour."""
+    config = parse(TrainConfig, "Train.", f"--dataset_path pictures {words}".split())
+    speed = lambda tried, *_: Speed(1.5 if tried.run.mixed_precision == "bf16" else 1.0)  # noqa: E731
+    with patch.object(planning, "training_speed", speed):
+        assert with_recipe(config, OwnPictures([(128, 128)] * 200)).data.image_size == side
+
+
 def test_a_config_built_in_python_is_trained_as_it_is() -> None:
     data, run = DataConfig(dataset_path=Path("pictures")), TrainingConfig(train_num_steps=7, learning_rate=1e-3)
 
