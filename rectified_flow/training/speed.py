@@ -19,7 +19,7 @@ from rectified_flow.system.terminal import lines
 from rectified_flow.training.optimizers import BuildOptimizer
 
 PIXELS = 2**14  # of a measured batch on a CPU; with half of them, a step of 64 px looks 20% slower than it is
-STEPS, FEWEST, SECONDS = 6, 2, 2.0  # measured, at most and at least; time after which no further step is measured
+MAX_STEPS, MIN_STEPS, MAX_SECONDS = 6, 2, 2.0  # measured; no further step starts after this time
 BYTES_PER_WEIGHT = 20  # float32 weight, gradient, two moments and average
 
 
@@ -82,7 +82,7 @@ def measure_speed(
             with saved_tensors_hooks(keep, lambda value: value):
                 step()  # not measured, since it allocates memory
             times, began = list[float](), time.perf_counter()
-            while len(times) < FEWEST or (len(times) < STEPS and time.perf_counter() < began + SECONDS):
+            while len(times) < MIN_STEPS or (len(times) < MAX_STEPS and time.perf_counter() < began + MAX_SECONDS):
                 times.append(step())
         except torch.OutOfMemoryError:
             return Speed(0.0, inf)

@@ -20,7 +20,7 @@ from rectified_flow.training.speed import Speed, measure_speed
 @pytest.fixture(autouse=True)
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure as few steps as on a slow machine."""
-    monkeypatch.setattr(speed, "SECONDS", 0.0)
+    monkeypatch.setattr(speed, "MAX_SECONDS", 0.0)
 
 
 def flow_of(side: int, kind: type[RectifiedFlow] = RectifiedFlow, dim: int = 16) -> Flow:
@@ -61,7 +61,7 @@ def test_the_memory_is_that_of_the_tensors_kept_for_the_backward_pass() -> None:
 def test_the_time_is_that_of_the_fastest_step_and_the_update_is_not_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = (20.0, 23.0, 23.1)  # start, gradient and update of a step
     clock = iter(chain((0.0, 1.0, 1.5), (10.0, 12.0, 12.5), *[slow] * 5))  # the first step is not measured
-    monkeypatch.setattr(speed, "SECONDS", float("inf"))
+    monkeypatch.setattr(speed, "MAX_SECONDS", float("inf"))
     monkeypatch.setattr(speed, "_now", lambda: next(clock))
     assert measured(flow_of(32), 64).rate == pytest.approx(64 / (4 * 2.0 + 0.5)), "16 of 64 images were measured"
     assert not list(clock), "six steps were measured"
