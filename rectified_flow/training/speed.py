@@ -19,7 +19,7 @@ from rectified_flow.system.terminal import lines
 from rectified_flow.training.optimizers import BuildOptimizer
 
 PIXELS = 2**14  # of a measured batch on a CPU; with half of them, a step of 64 px looks 20% slower than it is
-MAX_STEPS, MIN_STEPS, MAX_SECONDS = 6, 2, 2.0  # measured; no further step starts after this time
+MAX_STEPS, MIN_STEPS, MAX_SECONDS = 6, 2, 2.0  # measured steps; no further one starts after these seconds
 BYTES_PER_WEIGHT = 20  # float32 weight, gradient, two moments and average
 
 
@@ -81,8 +81,8 @@ def measure_speed(
         try:
             with saved_tensors_hooks(keep, lambda value: value):
                 step()  # not measured, since it allocates memory
-            times, began = list[float](), time.perf_counter()
-            while len(times) < MIN_STEPS or (len(times) < MAX_STEPS and time.perf_counter() < began + MAX_SECONDS):
+            times, deadline = list[float](), time.perf_counter() + MAX_SECONDS
+            while len(times) < MIN_STEPS or (len(times) < MAX_STEPS and time.perf_counter() < deadline):
                 times.append(step())
         except torch.OutOfMemoryError:
             return Speed(0.0, inf)
