@@ -55,7 +55,8 @@ SAMPLES_SHARE = {"distill": 1 / 4, "reflow": 1 / 3}  # of the time, at most, for
 FORWARD_SHARE = 0.35  # of a training step (benchmarks/step_parts.py of commit 2f9616d)
 MEMORY_SHARE = 0.8  # of the free memory, which libraries, previews and copies for checkpoints share
 PREVIEW_SECONDS, PREVIEW_SHARE, LOG_SECONDS = 120.0, 0.05, 5.0  # between previews; their share; between log lines
-PREVIEWS, PREVIEW_CALLS = (64, 36, 16, 9, 4), 16  # samples in a preview, and the network calls for each
+PREVIEWS = (64, 36, 16, 9, 4)  # samples in a preview
+PREVIEW_CALLS: dict[Method, int] = {"rectified": 16, "reflow": 16, "mean_flow": 1, "distill": 1}  # for each sample
 
 
 @dataclass(frozen=True)
@@ -101,14 +102,9 @@ class Facts:
         return self.processes * (MIN_BATCH_OF_GPU if self.device == "cuda" else on_cpu)
 
     @property
-    def passes(self) -> int:
-        """Number of passes over the pictures after which the network memorises them."""
-        return AUGMENTED_PASSES if self.augment else PASSES
-
-    @property
     def limit(self) -> float:
         """The largest number of images of a run; unlimited for the data of a teacher."""
-        return inf if self.calls else max(MIN_LIMIT, self.passes * self.pictures)
+        return inf if self.calls else limit_of(self.pictures, self.augment)
 
 
 class Trial(NamedTuple):
@@ -153,7 +149,7 @@ def plan(facts: Facts, measure: Measure) -> Plan:
     if steps < FEWEST_STEPS:
         text = f"a step of {trial.batch} images takes {step:.1f} s on this machine; {SHORTER}"
         raise UsageError(f"--budget {facts.budget} is too short: {text}")
-    settings = settings_of(facts, trial) | intervals(step, speed.rate, facts.seconds, steps)
+    settings = settings_of(facts, trial) | intervals(facts, step, speed.rate, steps)
     settings |= {"train_num_steps": steps, "num_epochs": None, "lr_warmup_steps": max(10, steps // 50)}
     settings |= {"ema_decay": round(1 - 1 / max(10.0, EMA_SHARE * steps), 5)}
     settings |= {"teacher_samples": samples} if facts.calls else {}
@@ -173,6 +169,16 @@ def settings_of(facts: Facts, trial: Trial) -> dict[str, Any]:
     if facts.starter == "suited" and trial.dim == STARTER_DIMS[facts.latents]:
         settings["init_from"] = "starter"
     return {name: value for name, value in settings.items() if name not in facts.fixed}
+
+
+def passes_of(augment: float) -> int:
+    """Return the number of passes over the pictures after which the network memorises them."""
+    return AUGMENTED_PASSES if augment else PASSES
+
+
+def limit_of(pictures: int, augment: float) -> int:
+    """Return the largest number of images of a run on so many pictures."""
+    return max(MIN_LIMIT, passes_of(augment) * pictures)
 
 
 def network_of(dim: int, sides: Sequence[int]) -> dict[str, Any]:
@@ -199,22 +205,22 @@ def proposed_share(count: int, least: float = 0.05) -> float:
     return min(0.5, max(least, ceil(100 * HELD_OUT / count) / 100))
 
 
-def intervals(step: float, rate: float, seconds: float, steps: int) -> dict[str, Any]:
+def intervals(facts: Facts, step: float, rate: float, steps: int) -> dict[str, Any]:
     """Return the intervals of previews, checkpoints and log lines, and a number of samples that costs little.
 
     Args:
+        facts: the facts of the plan.
         step: time of a step [s].
         rate: images per second of the training.
-        seconds: time of the run [s].
         steps: steps of the run.
     """
-    interval = min(PREVIEW_SECONDS, seconds / 4)
-    sample = PREVIEW_CALLS * FORWARD_SHARE / rate  # time of a sample
+    interval, calls = min(PREVIEW_SECONDS, facts.seconds / 4), PREVIEW_CALLS[facts.method]
+    sample = calls * FORWARD_SHARE / rate  # time of a sample
     count = next((each for each in PREVIEWS if each * sample <= PREVIEW_SHARE * interval), PREVIEWS[-1])
     every = max(1, round(max(interval, count * sample / PREVIEW_SHARE) / step))
     return {
         "num_samples": count,
-        "sample_steps": PREVIEW_CALLS,
+        "sample_steps": calls,
         "sample_every": every,
         "save_every": min(every, max(1, round(EARLY * steps))),  # for an early checkpoint
         "log_every": min(50, max(1, round(LOG_SECONDS / step))),
@@ -231,7 +237,7 @@ def _choose_width(facts: Facts, measure: Measure) -> tuple[int | None, str]:
     least, needed = (STARTER_DIMS[latents], WIDER_THAN_STARTER[latents]) if suits else (0, 0)
     chosen, *wider = [dim for dim in WIDTHS if dim >= least]
     for dim in wider:
-        trial = Trial(dim, _choose_batch(facts, 0, facts.samples), facts.precisions[0])
+        trial = Trial(dim, _choose_batch(facts, 0, facts.samples), _choose_precision(facts, measure, dim))
         speed = measure(trial)
         if not _parts(facts, trial, speed):
             return chosen, f"a step with --dim {dim} does not fit into the memory"
@@ -294,10 +300,11 @@ def _reasons(
         return " ".join(command_line({name: settings[name] for name in chosen}))
 
     images, samples = settings["train_num_steps"] * batch, settings.get("teacher_samples", 0)
-    limited, copies = fitting > facts.limit, images > 1.01 * facts.passes * facts.pictures and not facts.calls
+    passes, limited = passes_of(facts.augment), fitting > facts.limit
+    copies = images > 1.01 * passes * facts.pictures and not facts.calls
     why = "since longer runs memorise the pictures" if limited else "as many as fit into the time"
     if copies:
-        why = f"{images / facts.pictures:,.0f} passes; after {facts.passes:,}, samples become copies of the pictures"
+        why = f"{images / facts.pictures:,.0f} passes; after {passes:,}, samples become copies of the pictures"
     network = words("dim", "dim_mults", "network", "init_from")
     rates = words("optimizer", "learning_rate", "lr_decay", "lr_warmup_steps", "ema_decay", "augment")
     why += f"; a step trains on {settings['batch_size']} at once, to save memory" if "batch_size" in settings else ""

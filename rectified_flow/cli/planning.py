@@ -62,7 +62,7 @@ def with_recipe(config: TrainConfig, source: ImageSource) -> TrainConfig:
     if budget_of(config) is not None:
         flags.pop("augment", None)  # the plan decides it, when it knows the number of passes
     sides = sides_of(source, config.data.crop)
-    flags |= _choose_size(config, source, sides)
+    flags |= _choose_size(config, source, sides, count)
     if not config.data.autoencoder and config.data.aspect_ratio == "1:1" and "image_size" not in flags:
         multiple = max(plan.MIN_SIDE, 2 ** (len(config.network.dim_mults) - 1))
         side = ceil(max(sides, default=0) / multiple) * multiple
@@ -87,7 +87,7 @@ def sides_of(source: ImageSource, crop: Crop) -> list[int]:
     return on_main(PartialState(), read)
 
 
-def _choose_size(config: TrainConfig, source: ImageSource, sides: Sequence[int]) -> dict[str, Any]:
+def _choose_size(config: TrainConfig, source: ImageSource, sides: Sequence[int], pictures: int) -> dict[str, Any]:
     """Return the flags of the largest size for which there is enough time, and print them. Collective."""
     state, time = PartialState(), budget_of(config)
     is_own = isinstance(source, FileFolder | HuggingFaceSource) and not config.data.space and config.origin is None
@@ -104,7 +104,9 @@ def _choose_size(config: TrainConfig, source: ImageSource, sides: Sequence[int])
         network = plan.network_of(plan.STARTER_DIMS[bool(autoencoder)], (space.shape or ())[1:])
         trials = [replaced(tried, {**network, "mixed_precision": each}) for each in _precisions_of(config)]
         rate = max(training_speed(each, {}, space).rate for each in trials)
-        if (images := plan.TRAINED_SHARE * seconds_of(time) * rate) >= min_images:
+        augment = plan.for_pictures(pictures, augmentable=can_augment(tried.data)).get("augment", 0.0)
+        images = min(plan.TRAINED_SHARE * seconds_of(time) * rate, plan.limit_of(pictures, augment))
+        if images >= min_images:
             text = f"about {images:,.0f} images in {time}; --image_size overrides the choice"
             state.print(line("size", f"{' '.join(command_line(flags))}: {text}"))
             return flags

@@ -63,8 +63,19 @@ def test_the_size_of_the_pictures(side: int, rate: float, words: str, chosen: tu
     """The largest size that the pictures have, if enough images fit into the time, and no flag sets it."""
     config = parse(TrainConfig, "Train.", f"--dataset_path pictures {words}".split())
     with patch.object(planning, "measure_speed", lambda *_: Speed(rate)):
-        data = with_recipe(config, OwnPictures([(side, side + 10)] * 200)).data
+        data = with_recipe(config, OwnPictures([(side, side + 10)] * 2000)).data
     assert (data.image_size, name_of(data.autoencoder)) == chosen
+
+
+@pytest.mark.parametrize(("count", "side", "images"), [(200, 128, 192_000), (999, 128, 399_600), (1001, 256, 400_400)])
+def test_the_size_depends_on_the_images_that_the_run_may_process(
+    count: int, side: int, images: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run on latents ends after 400 passes over the pictures, or 192,000 images; 256 px need 400,000."""
+    config = parse(TrainConfig, "Train.", ["--dataset_path", "pictures"])
+    with patch.object(planning, "measure_speed", lambda *_: Speed(1e3)):
+        assert with_recipe(config, OwnPictures([(300, 300)] * count)).data.image_size == side
+    assert f"about {images:,} images in 1h" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("words", "side"), [("", 128), ("--mixed_precision bf16", 128), ("--mixed_precision no", 32)])
