@@ -13,7 +13,7 @@ from huggingface_hub import HfApi, ModelCard, ModelCardData, snapshot_download
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import flags_in, name_of, plain, rules_of
 from rectified_flow.flows.flow import Flow, network_of
-from rectified_flow.load import Trained, build_flow, read_results
+from rectified_flow.load import Trained, build_flow, model_hash, read_results
 from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
@@ -130,10 +130,12 @@ def card_of_run(trained: Trained, license_name: str | None) -> dict[str, Any]:
     flags, defaults, rules = flags_in(trained.config), plain(TrainingConfig()), rules_of(TrainingConfig)
     name, folder = name_of(flags.get("dataset", "")), flags.get("dataset_path")
     is_id = folder is None and re.fullmatch(r"\w[\w.-]*/[\w.-]+", name) and not Path(name).exists()
+    model = model_hash(trained.flow)
     results = [
         result
         for result in read_results(trained.run_folder)
         if Path(result.get("checkpoint", "")).name == trained.source.name
+        and result.get("model", model) == model
         and result.get("weights") == trained.weights
         and result.get("autoguidance", 1) == 1  # which needs another checkpoint, too
     ]

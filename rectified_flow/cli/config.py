@@ -104,9 +104,9 @@ class EvaluationConfig(Flags):
 
     evaluate_every: Natural = 0
     """Steps between evaluations (see evaluate.py) at --sample_steps; the best checkpoint is kept. 0 disables them."""
-    evaluation_samples: AtLeastTwo = 2000
+    evaluation_samples: Annotated[AtLeastTwo, flag(needs="evaluate_every")] = 2000
     """Number of samples for each evaluation."""
-    feature_network: FeatureNetwork = "inception"
+    feature_network: Annotated[FeatureNetwork, flag(needs="evaluate_every")] = "inception"
     """Features for comparing pictures: inception (FID and KID), or efficientnet_lite0 (no download)."""
     stop_when_memorising: Annotated[bool, flag(for_pictures=True)] = False
     """Stop when the loss on --holdout pictures rises; `best` has the lowest held-out loss."""
@@ -316,7 +316,7 @@ class PicturesConfig(Flags):
         Path | None,
         flag(
             excludes="num_samples steps classes prompt prompts set grid seed from_images solver time_grid "
-            "guidance_scale guidance autoguidance"
+            "guidance_scale guidance autoguidance mixed_precision"
         ),
     ] = None
     """Generate the picture in this file again, by the settings that are written in it."""
@@ -392,7 +392,7 @@ class ExportedConfig(Flags):
     """Store weights in float16, half the size; the program still computes in float32."""
     open: Annotated[bool, flag(needs="format")] = False
     """Also serve the page on this machine until Ctrl-C, and open it in a browser."""
-    metadata: bool = True
+    metadata: Annotated[bool, flag(needs="format")] = True
     """Have the page write seed, settings and the mark of generated pictures into the pictures that it saves."""
 
 

@@ -20,7 +20,7 @@ from rectified_flow.evaluation.evaluator import Comparison, Evaluator
 from rectified_flow.evaluation.features import RealData, RenderedItems
 from rectified_flow.evaluation.heldout import HeldOutPictures
 from rectified_flow.flags import flags_in, name_of, plain, replaced
-from rectified_flow.load import RESULTS_FILE, Trained, autocast, read_results
+from rectified_flow.load import RESULTS_FILE, Trained, autocast, model_hash, read_results
 from rectified_flow.runs import checkpoint
 from rectified_flow.spaces.space import RGBA
 from rectified_flow.system.files import locked, prepare_folder, replace_file, writing
@@ -52,10 +52,12 @@ def evaluate(config: EvaluateConfig) -> None:
     )
     settings = _settings(config, trained, state)
     texts = {"results": str(folder / RESULTS_FILE)}
+    with autocast(config.model.mixed_precision, state.device):
+        loss = {} if losses is None else losses.measure(flow)
     for steps in dict.fromkeys(measure.steps) or (flow.default_steps,):
         comparison = Comparison(evaluator, flow, {**options, "steps": steps})
         with autocast(config.model.mixed_precision, state.device):
-            numbers = evaluator.measure(comparison) | ({} if losses is None else losses.measure(flow))
+            numbers = evaluator.measure(comparison) | loss
             if not state.is_main_process:
                 continue
             rows = evaluator.beside_neighbours(comparison) if evaluator.metrics else None
@@ -87,8 +89,9 @@ def _check_data(trained: Trained, dataset: RealData, state: PartialState) -> Non
 def _settings(config: EvaluateConfig, trained: Trained, state: PartialState) -> dict[str, Any]:
     """Return the settings of the samples that must match for two results to be comparable."""
     solver, scale = config.solver, guidance_of(config.solver, trained.flow).scale
-    settings = {"checkpoint": str(trained.source), "weights": trained.weights, **plain(solver)}
-    settings |= {"solver": solver.solver or "default", "guidance_scale": scale}
+    settings = {"checkpoint": str(trained.source), "weights": trained.weights, "model": model_hash(trained.flow)}
+    settings |= plain(solver) | {"solver": solver.solver or "default", "guidance_scale": scale}
+    settings |= {"mixed_precision": config.model.mixed_precision}
     if solver.autoguidance != 1:
         settings["early_checkpoint"] = str(on_main(state, lambda: checkpoint.early_of(trained.source)))
     return settings
@@ -135,8 +138,11 @@ def _describe(result: dict[str, Any]) -> str:
 
 
 def _write_down(folder: Path, result: dict[str, Any]) -> None:
-    """Add ``result`` to the saved results, in place of one with the same settings."""
-    path, others = folder / RESULTS_FILE, {"distances": None}
+    """Add ``result`` to the saved results, or its numbers to those of a result with the same settings."""
+    path, unknown = folder / RESULTS_FILE, {"distances": None}
     with writing(path), locked(folder / LOCK):
-        results = [each for each in read_results(folder) if each | others != result | others]
-        replace_file(path, json.dumps([*results, result], indent=1))
+        results = read_results(folder)
+        known = [each for each in results if each | unknown == result | unknown]
+        others = [each for each in results if each not in known]
+        numbers = {name: number for each in [*known, result] for name, number in each["distances"].items()}
+        replace_file(path, json.dumps([*others, result | {"distances": numbers}], indent=1))

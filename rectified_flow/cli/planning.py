@@ -210,7 +210,7 @@ def training_speed(config: TrainConfig, conditions: ConditionSpecs, space: Space
     return Speed(state.num_processes * min(rates), max(memories))
 
 
-def print_speed(config: TrainConfig, length: int, conditions: ConditionSpecs, space: Space) -> None:
+def print_speed(config: TrainConfig, pictures: int, conditions: ConditionSpecs, space: Space) -> None:
     """Print the time and the memory of a run without a plan. Collective."""
     state, speed = PartialState(), training_speed(config, conditions, space)
     batch = config.run.split_batch(state.num_processes)
@@ -218,15 +218,21 @@ def print_speed(config: TrainConfig, length: int, conditions: ConditionSpecs, sp
         needed = f"a step of {batch.per_process:,} images does not fit into the memory ({speed.memory / 1e9:,.1f} GB)"
         remedy = "lower --batch_size (with --global_batch_size, gradients are accumulated), --image_size or --dim"
         raise UsageError(f"{needed}: {remedy}")
-    step, steps = batch.total / speed.rate, config.run.total_steps(batch, length)
+    step, steps = batch.total / speed.rate, config.run.total_steps(batch, _count_items(config, pictures))
     state.print(lines({"speed": speed, "time": f"{duration(step)} a step, {duration(step * steps)} in all"}))
 
 
-def print_dry_run(config: TrainConfig, flow: Flow, length: int) -> None:
+def print_dry_run(config: TrainConfig, flow: Flow, pictures: int) -> None:
     """Print the size of a run."""
     accelerator = build_accelerator(config.run)
     data = f"{config.data.dataset_path or name_of(config.data.dataset)} at {config.data.framing.size_text} px"
-    accelerator.print(summarize(config.run, accelerator, flow, data, length))
+    accelerator.print(summarize(config.run, accelerator, flow, data, _count_items(config, pictures)))
+
+
+def _count_items(config: TrainConfig, pictures: int) -> int:
+    """Return the number of items of an epoch: pictures, or the samples of a teacher."""
+    distilled = DistillationData.of(config)
+    return pictures if distilled is None else distilled.recipe.pairs
 
 
 def chooses_network(config: TrainConfig) -> bool:

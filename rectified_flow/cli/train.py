@@ -104,7 +104,7 @@ def train_run(config: TrainConfig) -> bool:
     summary: dict[str, object] = {"pictures": summary_of(data)} if has_pictures else {"items": len(data)}
     state.print(lines(summary | ({"values": space.summary} if space.summary else {})))
     if dry_run:
-        planning.print_dry_run(config, flow, count if distilled is None else distilled.recipe.pairs)
+        planning.print_dry_run(config, flow, count)
         return True
     if distilled is not None and not has_begun:  # a run that is killed while it generates the data keeps its plan
         document = describe_run(config.run, describe(flow), data, **_records(config))
@@ -142,7 +142,11 @@ def check_flags(config: TrainConfig) -> None:
     check_outside("dataset_path", config.data.dataset_path, **written, source_path=source)
     check_outside("source_path", source, **written)
     network, flow = choose_network(config.network), choose_flow(config)
-    if (config.program.one_step or issubclass(flow.target, FlowMap)) and not takes_interval(network.target):
+    noisy = config.source.source_noise > 0 and not config.source.as_start
+    refuse({"source_noise": noisy}, "has no effect on a source that is a condition: pass --source_as start")
+    one_step, is_map = config.program.one_step, issubclass(flow.target, FlowMap)
+    refuse({"one_step": one_step and is_map}, f"is for rectified flows, not --method {method}: leave it out")
+    if (one_step or is_map) and not takes_interval(network.target):
         needed = "has no input r, the end of an interval, which a one-step generator needs: train only a rectified flow"
         raise UsageError(f"--network {network.target.__name__} {needed}")
 

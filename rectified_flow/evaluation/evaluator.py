@@ -78,8 +78,8 @@ class Evaluator:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Settings that must match for two results to be comparable."""
-        info, network = self.dataset.info, self.features[0] if self.metrics else None
+        """Settings that must match for two results to be comparable; the feature network, once it is loaded."""
+        info, network = self.dataset.info, self.features[0] if "features" in vars(self) else None
         return {
             **({} if network is None else {"feature_network": network.name, "resize": network.resize}),
             "dataset": info.source,

@@ -145,7 +145,7 @@ class Fields(Space):
         self.files = {**plain, **self.files}
         self.suffix: str = self.files["suffix"]
         numbers, _, name = self.show.partition(":")
-        self.shown = [int(number) - 1 for number in numbers.split(",") if number.isdecimal()]
+        self.shown = [int(number) - 1 if number.isdecimal() else -1 for number in numbers.split(",")]
         """Numbers of the channels that are rendered, from 0."""
         self._colour_map = name or "viridis"
         if len(self.shown) not in (1, RGB) or not {*self.shown} <= {*range(channels)}:
@@ -317,15 +317,18 @@ def range_of(text: str, stored: Fields, images: Array | None) -> tuple[Sequence[
     ``images`` are the stored fields ``[n, c, h, w]``, if there is a store already.
     """
     name, _, percent = text.partition(":")
-    if name == "percentile" and images is not None:
-        least, pixels = as_number(percent) or 0, images.reshape(*images.shape[:2], -1)
+    if name == "percentile" and (least := as_number(percent)) is not None and 0 <= least < 50:
+        if images is None:  # the values are read later
+            return stored.low, stored.high
+        pixels = images.reshape(*images.shape[:2], -1)
         some = pixels[..., :: 1 + pixels.size // MAX_VALUES].astype(np.float64)  # from every field
         low, high = np.nanpercentile(some, [least, 100 - least], axis=(0, 2)).tolist()
         return low, high
-    if name in ("measured", "percentile"):  # the values are read later
+    if text == "measured":
         return stored.low, stored.high
-    numbers = [number for part in text.split(",") if (number := as_number(part)) is not None]
-    if len(numbers) not in (2, 2 * len(stored.low)):
+    parts = text.split(",")
+    numbers = [number for part in parts if (number := as_number(part)) is not None]
+    if len(numbers) < len(parts) or len(parts) not in (2, 2 * len(stored.low)):
         choices = "measured, percentile:P, MIN,MAX, or MIN,MAX for each channel"
         raise UsageError(f"--space value_range={text} must be {choices}")
     numbers *= 2 * len(stored.low) // len(numbers)

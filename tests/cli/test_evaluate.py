@@ -118,6 +118,13 @@ def test_a_result_takes_the_place_of_its_like(tmp_path: Path) -> None:
     assert [each["steps"] for each in results] == [2, 1]
 
 
+def test_results_of_other_metrics_and_the_same_settings_are_merged(tmp_path: Path) -> None:
+    for steps, distances in ((2, {"frechet": 9.0}), (1, {"frechet": 3.0, "kernel": 1.0}), (1, {"kernel": 2.0})):
+        _write_down(tmp_path, {"steps": steps, "distances": distances})
+    expected = [{"frechet": 9.0}, {"frechet": 3.0, "kernel": 2.0}]
+    assert [each["distances"] for each in json.loads((tmp_path / "evaluation.json").read_text())] == expected
+
+
 def test_a_feature_network_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, module in (("inception", "torchmetrics.image.fid"), ("efficientnet_lite0", "efficientnet_lite_pytorch")):
         monkeypatch.setitem(sys.modules, module, None)

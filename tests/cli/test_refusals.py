@@ -36,6 +36,7 @@ REFUSALS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("--image_size 24 --autoencoder small", "--image_size 24 gives latents of 3, not divisible by 2"),
         ("--image_size 16 --autoencoder small --crop random", "--crop random has no effect with --autoencoder"),
         ("--teacher_steps 7", "--teacher_steps needs --teacher"),
+        ("--evaluation_samples 50", "--evaluation_samples needs --evaluate_every"),
     ],
     (TRAIN, ""): [("--image_size 8 --dim_mults 1 2", "--dataset synthetic-flowers or --dataset_path")],
     # what can be refused before the pictures are decoded, one of which is broken
@@ -67,13 +68,18 @@ REFUSALS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("--source_path {paired.data}/from --output_dir {paired.data}/from/run", "lies inside --source_path"),
         ("--paired", "--paired needs --source_path"),
         ("--source_as start", "--source_as needs --source_path or --degrade"),
+        ("--degrade grey --source_noise 0.1", "--source_noise has no effect on a source that is a condition"),
         ("--source_path {paired.data}/from --paired --coupling ot", "--paired and --coupling exclude each other"),
         ("--source_path {paired.data}/from --coupling immiscible", "coupling immiscible is for noise"),
         ("--source_path {paired.data}/from --source_as condition --coupling ot", "coupling ot is for noise"),
         ("--degrade grey --autoencoder small", "--degrade and --autoencoder exclude each other"),
     ],
     (TRAIN, FIELDS): [
-        ("--space value_range=1", "must be measured, percentile:P, MIN,MAX, or"),
+        *(
+            (f"--space value_range={text}", f"--space value_range={text} must be measured, percentile:P, MIN,MAX, or")
+            for text in ("1", "0,x,9", "measured:3", "percentile:x", "percentile:", "percentile:0,1", "percentile:50")
+        ),
+        ("--space show=1,b", "1,b names no channels from 1 to 2"),
         ("--space value_range=5,1", "pass MIN below MAX"),
         ("--space transform=log value_range=0,9", "transform=log is undefined for the value 0"),
         ("--space transform=cube", "transform cube is not registered: choose Asinh or Linear or Log"),
@@ -96,6 +102,7 @@ REFUSALS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("--no_use_cfg", "--use_cfg has no effect with --teacher: the run inherits --use_cfg of"),
         ("--stop_when_memorising", "--teacher and --stop_when_memorising exclude each other"),
         ("--method mean_flow", "--method mean_flow has no effect with --teacher"),
+        ("--one_step", "--one_step is for rectified flows, not --method distill: leave it out"),
         ("--method reflow --flow whole_fraction=0.4", "RectifiedFlow takes KEY=VALUE"),
         ("--teacher {pictures.one} --guidance_scale 2", "--guidance_scale needs conditions"),
         ("--teacher_dir {tmp}/full", "full is in the way of the paths, and holds a file"),

@@ -108,6 +108,21 @@ def test_a_run_and_its_map_in_one_command(world_size: int, pictures: Path, tmp_p
     assert losses(tmp_path / "run/one-step") == before
 
 
+@pytest.mark.parametrize("flags", ["--num_epochs 3 --teacher_samples 64 --global_batch_size 8", "--budget 20s"])
+def test_the_length_of_a_run_on_samples_of_a_teacher(flags: str, pictures: Path, tmp_path: Path) -> None:
+    """An epoch has the samples of the teacher, with the number that the plan has chosen."""
+    words = f"--dataset_path {pictures} --cache_dir {tmp_path}/cache {TINY} --output_dir {tmp_path}/run"
+    run_on_ranks(1, train, f"{words} --train_num_steps 1")
+    said = printed(f"--method reflow --teacher {tmp_path}/run --output_dir {tmp_path}/reflow --dry_run {flags}")
+    (steps, images, epochs), *_ = re.findall(r"run +(\d+) steps = (\d+) images = ([\d.]+) epochs", said)
+    if "--num_epochs" in flags:
+        assert (steps, images, epochs) == ("24", "192", "3.0")
+        assert "time        80 ms a step, 1.9 s in all" in said
+    else:
+        [samples] = re.findall(r"draws ([\d,]+) samples", said)
+        assert float(epochs) == pytest.approx(int(images) / int(samples.replace(",", "")), abs=0.06)
+
+
 def killed_while_drawing(words: str) -> None:
     """Train on a fast machine until the teacher's first samples, as if the process were killed there."""
     with patch.object(distill._Generator, "rows", side_effect=KeyboardInterrupt), suppress(KeyboardInterrupt):
