@@ -79,7 +79,7 @@ def measure(
     how: dict[str, Any] = {"num_samples": row.num_samples, "seed": row.seed, "held_out": held_out}
     evaluator = Evaluator(training, FEATURES, metrics=("frechet", "kernel", "copies", "agreement"), **how)
     for scale in SCALES:
-        options: dict[str, Any] = {"steps": STEPS, "guidance": Guidance(scale)}
+        options: dict[str, Any] = {"steps": STEPS, "solver": "midpoint", "guidance": Guidance(scale)}
         numbers = evaluator.measure(Comparison(evaluator, flow, options))
         figures[f"guidance {scale:g}"] = {
             name.replace(f"{FEATURES}_", ""): float(value) for name, value in numbers.items()

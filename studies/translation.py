@@ -94,14 +94,14 @@ def measure(row: Row, paired: bool, kind: type[Flow], as_condition: bool, settin
     how: dict[str, Any] = {"num_samples": VARIANTS * len(held_out), "seed": row.seed, "held_out": held_out}
     evaluator, figures = Evaluator(training, FEATURES, metrics=("frechet", "kernel", "translation"), **how), {}
     for steps in (1,) if kind is Regression else (1, STEPS):
-        euler: dict[str, Any] = {"solver": "euler"} if steps == 1 and kind is not Regression else {}
-        numbers = evaluator.measure(Comparison(evaluator, flow, {"steps": steps, **euler}))
+        solver: dict[str, Any] = {"solver": "euler" if steps == 1 else "midpoint"} if kind is not Regression else {}
+        numbers = evaluator.measure(Comparison(evaluator, flow, {"steps": steps, **solver}))
         short = {name.replace(f"{FEATURES}_", ""): float(value) for name, value in numbers.items()}
         figures["1 call" if steps == 1 else f"{2 * STEPS} calls"] = short
         data, rows, conditions = evaluator.given(flow)
         sources = conditions[SOURCE][:SHOWN]
         [(_, made)] = sample_batches(
-            flow, range(2 * SHOWN), conditions={SOURCE: sources}, seed=row.seed, steps=steps, **euler
+            flow, range(2 * SHOWN), conditions={SOURCE: sources}, seed=row.seed, steps=steps, **solver
         )
         cells = (render_sources(flow, sources), *made.cpu().split(SHOWN), data.read_pictures(rows[:SHOWN]))
         sheet = torch.stack(cells, dim=1).flatten(0, 1) / 255

@@ -114,6 +114,8 @@ def add_columns(
         return pictures
     state, columns = PartialState(), dict[str, Column]()
     for found in find_columns(pictures, flags.condition_on, source):
+        if found.name in columns:
+            raise UsageError(f"--condition_on {found.column}: another column becomes {found.name}, too: rename one")
         if kinds is not None:
             kind = kinds.get(found.name)
         else:

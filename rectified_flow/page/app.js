@@ -87,7 +87,7 @@ function begin(description) {
   for (const name of ["seed-row", "seeds", "seed-keys"]) at(name).hidden = !isRandom() && !drawsLabels();
   at("walk-row").hidden = !map || at("seed-row").hidden;
   at("way").hidden = map;
-  at("drop").hidden = Boolean(model.decoder); // the page has no encoder for a given picture
+  at("drop").hidden = isPictureless();
   at("steps").max = Math.max(model.steps, MOST_STEPS[model.kind]);
   at("steps").value = model.steps;
   at("guidance").value = model.guidance ?? 1; // earlier exports have no default
@@ -335,11 +335,14 @@ function restore() {
   conditions.restore(settings);
 }
 
+/** Whether the page can encode no picture for the model, which works on latents or measurements. */
+const isPictureless = () => Boolean(model.decoder ?? model.fields);
+
 /** Give the picture in a file, once there is a model, unless another one is given or removed in the meantime. */
 async function take(file) {
   const mine = ++taken;
   await beginning;
-  if (model.decoder) return fail("This model generates pictures from noise alone.");
+  if (isPictureless()) return fail("This model generates pictures from noise alone.");
   const rgba = await readPicture(file, shape).catch(() => null);
   if (mine !== taken) return;
   if (rgba) give(degraded(model, fromPixels(rgba, shape[0])));

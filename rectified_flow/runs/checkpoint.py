@@ -39,10 +39,10 @@ class RunIdentity:
     """Fingerprint of the dataset."""
     seed: Natural
     global_batch: Natural
-    origin: str
-    """Always "new", except in runs of earlier versions."""
     precision: str
     """Precision of the forward pass."""
+    origin: str = "new"
+    """Another value only in runs of earlier versions."""
 
 
 @dataclass

@@ -87,7 +87,7 @@ class TrainingConfig(Flags):
     """Steps between lines of metrics.jsonl."""
     log_with: Annotated[Tracker, flag(local=True)] = "none"
     """Also log to TensorBoard, Trackio (on this machine), or Weights & Biases (WANDB_MODE=offline needs no account)."""
-    rank_timeout: Annotated[PositiveNumber, flag(local=True)] = 300.0
+    rank_timeout: Annotated[Annotated[float, Interval(gt=0, le=1e7)], flag(local=True)] = 300.0
     """Seconds to wait for other processes after the first step before failing."""
     num_workers: Annotated[Annotated[int, Interval(ge=0, le=1024)], flag(local=True)] = 0
     """Loader processes per rank; 0 is fastest for decoded images, which are read straight from the memory map."""

@@ -4,7 +4,7 @@
 
 A resumed run comes to the same weights as one that was never stopped, to the last bit, if nothing that shapes it has
 changed. Random draws and the order of the data are functions of the seed and the step, so a checkpoint has no random
-state. A changed dataset, flow or origin would mix two runs in one folder and is refused. Another seed, global batch
+state. A changed dataset or flow would mix two runs in one folder and is refused. Another seed, global batch
 size, precision or learning rate makes the rest of the run different but sensible, so it is reported.
 """
 
@@ -15,7 +15,6 @@ import time
 import uuid
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -151,18 +150,12 @@ def check_start(config: TrainingConfig, origin: Path | None = None, *, writes: b
         checkpoint.resolve(origin, names=())
 
 
-def choose_checkpoint(
-    config: TrainingConfig, run: RunIdentity, flow: Mapping[str, Any] | None
-) -> tuple[Path | None, RunIdentity]:
-    """Choose the checkpoint to resume from, and report each change since it was written.
-
-    Returns:
-        The checkpoint, or None for a fresh start; and the identity of the run, which keeps its origin.
-    """
+def choose_checkpoint(config: TrainingConfig, run: RunIdentity, flow: Mapping[str, Any] | None) -> Path | None:
+    """Return the checkpoint to resume from, and report each change since it was written; None for a fresh start."""
     check_start(config, writes=False)
     path = checkpoint.newest_checkpoint(config.checkpoints)
     if path is None:
-        return None, run
+        return None
     before = checkpoint.load_state(path).run
     if run.dataset != before.dataset:
         raise UsageError(f"{path} was trained on other data or at another size: choose another --output_dir")
@@ -174,7 +167,7 @@ def choose_checkpoint(
         if name not in (*MAY_CHANGE, *rules_of(TrainingConfig)):
             raise UsageError(f"cannot resume from {path}: {change}; pass its flags, or choose another --output_dir")
         tqdm.write(f"note: {change}")
-    return path, replace(run, origin=before.origin)
+    return path
 
 
 def _changes(config: TrainingConfig, flow: Mapping[str, Any] | None, path: Path) -> dict[str, str]:

@@ -14,7 +14,7 @@ from rectified_flow.errors import DamageError, UsageError, first_line
 from rectified_flow.flags import flags_in
 from rectified_flow.runs.checkpoint import step_name
 from rectified_flow.system.files import flush, parse_document, read_bytes, replace_file
-from rectified_flow.system.outputs import claim
+from rectified_flow.system.outputs import claim, write_output
 from rectified_flow.system.pictures import Grid, Line, Panel, draw_panels, encode_picture
 
 PROJECT = "rectified-flow"
@@ -157,8 +157,7 @@ class RunLog:
         self.preview = path = self.folder / "samples" / f"{step_name(step)}.png"
         with self.tolerant("samples"):
             path.parent.mkdir(exist_ok=True)
-            claim(path.parent, [path.name])
-            replace_file(path, encode_picture(grid))
+            write_output(path, encode_picture(grid))
         for tracker in self.accelerator.trackers:
             with self.tolerant("the trackers"):
                 if tracker.name == "trackio":  # for which Accelerate has no log_images

@@ -142,10 +142,9 @@ class Run:
         """Return the checkpoint to load, if there is one, on every process; from then on the run has an identity."""
         batch = self.config.split_batch(self.accelerator.num_processes)
         precision = folder.precision_name(self.accelerator)
-        run = RunIdentity(self.fingerprint, self.config.seed, batch.total, "new", precision)
-        choose = partial(folder.choose_checkpoint, self.config, run, self.flow_description)
-        path, self.identity = on_main(self.accelerator, choose)
-        return path
+        self.identity = RunIdentity(self.fingerprint, self.config.seed, batch.total, precision)
+        choose = partial(folder.choose_checkpoint, self.config, self.identity, self.flow_description)
+        return on_main(self.accelerator, choose)
 
     @contextmanager
     def locked(self) -> Iterator[None]:

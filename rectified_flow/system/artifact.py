@@ -149,6 +149,7 @@ class Artifact:
     @contextmanager
     def building(self) -> Iterator[None]:
         """Create the stage of a build that does not resume, and remove the stage if the block fails."""
+        remove(self.stage, self.kind)
         self.begin()
         try:
             yield

@@ -79,8 +79,9 @@ def open_picture(source: Path | IO[bytes]) -> Image.Image:
 
 
 def content_of(source: Path | IO[bytes]) -> str | None:
-    """Return the content of a file that is no picture, and what to do; None if it is unknown."""
-    with open_regular(source) if isinstance(source, Path) else source as file:
+    """Return the content of a file that is no picture, and what to do; None if it is unknown or cannot be read."""
+    head = b" "
+    with suppress(OSError), open_regular(source) if isinstance(source, Path) else source as file:
         file.seek(0)
         head = file.read(512)
     known = next((found for at, mark, found in CONTENTS if head.startswith(mark, at)), None)

@@ -125,7 +125,8 @@ def gather_rows(micro_batches: list[Batch], batch: GlobalBatch, device: torch.de
     everything = {}
     for key, value in micro_batches[0].items():
         if isinstance(value, Tensor):
-            by_rank = gather(torch.cat([micro_batch[key] for micro_batch in micro_batches]).to(device))
+            rows = torch.cat([micro_batch[key] for micro_batch in micro_batches]).to(device).contiguous()
+            by_rank = gather(rows.view(torch.uint8)).view(rows.dtype)  # gloo gathers no 16-bit integers
             # The inverse of `GlobalBatch.rows`.
             sizes = {"world": batch.world_size, "m": batch.accumulation}
             everything[key] = rearrange(by_rank, "(world m b) ... -> (b m world) ...", **sizes)

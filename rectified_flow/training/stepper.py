@@ -100,11 +100,6 @@ class TrainingState(checkpoint.Counters):
         self.sums: dict[str, Tensor] = {}
         """Sums of this rank's loss and of the flow's other logged values over ``summands`` steps."""
 
-    def update_averages(self) -> None:
-        """Add the weights after a good step to their average."""
-        if self.ema is not None:
-            self.ema.update()
-
     def require_sound(self) -> None:
         """Check the trained weights and their averages, which waits for the device."""
         weights: Mapping[str, Tensor] = self.parameters
@@ -246,7 +241,8 @@ class Stepper:
         for micro_batch in range(self.batch.accumulation):
             losses.append(self.forward_backward(next(batches), micro_batch))
             for name, value in {"loss": losses[-1], **getattr(state.flow, "logged", {})}.items():
-                values[name] = values.get(name, 0) + torch.as_tensor(value).detach() / self.batch.accumulation
+                number = torch.as_tensor(value, device=losses[-1].device).detach()
+                values[name] = values.get(name, 0) + number / self.batch.accumulation
         self.finish_pending()
         factor = self.schedule(state.updates)
         for group, peak in zip(optimizer.param_groups, self.peak_rates, strict=True):
@@ -275,7 +271,8 @@ class Stepper:
             state.summands += 1
             for name, value in pending.values.items():
                 state.sums[name] = state.sums.get(name, 0) + value  # without a wait for the device
-            state.update_averages()
+            if state.ema is not None:
+                state.ema.update()
         else:
             bad_loss = any_rank(self.accelerator, not all(torch.isfinite(loss) for loss in pending.losses))
             scaler = state.optimizer.scaler

@@ -187,7 +187,7 @@ class Trainer:
 
     def save_as_best(self) -> None:
         """Save this step, if it is not saved yet, and let the name ``best`` point to it. To be called on every rank."""
-        if self._saved is None or self._saved.parent != self.config.checkpoints:
+        if self._saved is None:
             self._is_best = True
         elif self.accelerator.is_main_process:
             with suppress(OSError):  # a full disk does not stop the run

@@ -1,6 +1,7 @@
 """Tests of folders of users: splits, labels beside pictures, by-products of systems, formats and odd files."""
 
 import io
+import os
 import struct
 import tarfile
 import zipfile
@@ -311,6 +312,14 @@ def test_files_that_are_no_pictures_are_named_for_what_they_are(tmp_path: Path, 
     file.rename(file.with_suffix(".unknown"))
     with pytest.raises(UsageError, match=rf"holds no pictures .*; .*1\.unknown is {content}"):
         open_dataset(str(file.parent), image_size=4)
+
+
+def test_a_folder_of_a_dangling_link_or_a_pipe_holds_no_pictures(tmp_path: Path) -> None:
+    for number, make in enumerate((lambda path: path.symlink_to("nowhere"), os.mkfifo)):
+        (tmp_path / str(number)).mkdir()
+        make(tmp_path / str(number) / "notes.txt")
+        with pytest.raises(UsageError, match="holds no pictures"):
+            open_dataset(str(tmp_path / str(number)), image_size=4)
 
 
 def test_a_table_that_is_a_pointer_is_named(tmp_path: Path) -> None:

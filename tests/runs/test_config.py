@@ -64,6 +64,7 @@ def test_underscores_and_hyphens() -> None:
         ("--dim_mults", "--dim_mults is ()"),
         ("--evaluation_samples 1", "--evaluation_samples is 1; it must be greater than or equal to 2"),
         ("--guidance_scale nan --use_cfg", "--guidance_scale is nan; it must be a finite number"),
+        ("--rank_timeout 1e15", "--rank_timeout is 1000000000000000.0; it must be less than"),
         ("--learning_rate inf", "--learning_rate is inf; it must be a finite number"),
     ],
 )

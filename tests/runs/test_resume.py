@@ -25,7 +25,7 @@ def rectified(**settings: Any) -> RectifiedFlow:
 
 
 def save(flow: Flow, config: TrainingConfig) -> None:
-    run = RunIdentity("data", config.seed, 8, "new", "float32")
+    run = RunIdentity("data", config.seed, 8, "float32")
     documents = {
         CONFIG_FILE: describe_run(config, describe(flow), []),  # type: ignore[arg-type]
         FLOW_FILE: describe(flow),
@@ -37,9 +37,9 @@ def save(flow: Flow, config: TrainingConfig) -> None:
 def resume(flow: Flow, config: TrainingConfig, batch: int = 8, precision: str = "float32") -> list[str]:
     """Return the lines that are reported."""
     output = StringIO()
-    run = RunIdentity("data", config.seed, batch, "new", precision)
+    run = RunIdentity("data", config.seed, batch, precision)
     with redirect_stdout(output):
-        path, _ = choose_checkpoint(config, run, describe(flow))
+        path = choose_checkpoint(config, run, describe(flow))
     assert path is not None
     return output.getvalue().splitlines()
 

@@ -50,6 +50,16 @@ def test_a_build_resumes_where_it_was(tmp_path: Path) -> None:
     assert not artifact.is_whole
 
 
+def test_a_build_that_does_not_resume_starts_from_an_empty_stage(tmp_path: Path) -> None:
+    artifact = artifact_in(tmp_path)
+    artifact.begin()
+    write_stage(artifact)
+    artifact.reached({"done": 3})  # and the process is killed
+    with artifact.building():
+        assert artifact_in(tmp_path).begin() == {}
+        assert not (artifact.stage / "rows.uint8").exists()
+
+
 @pytest.mark.parametrize("change", [b"rrrrR", b"rrrr", None])
 def test_damage_is_found_and_made_again(
     tmp_path: Path, change: bytes | None, capsys: pytest.CaptureFixture[str]

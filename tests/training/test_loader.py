@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import PartialState
 from torch.utils.data import Dataset
 
 from rectified_flow.data import GlobalBatch
 from rectified_flow.data.stream import StreamSampler
 from rectified_flow.errors import RunError, UsageError
-from rectified_flow.training.loader import explain_loader_errors, load
+from rectified_flow.training.loader import explain_loader_errors, gather_rows, load
+from tests.ranks import run_on_ranks
 from tests.training.runs import tiny_config
 
 
@@ -23,6 +25,24 @@ class Unshareable(torch.Tensor):
 
     def __reduce_ex__(self, _protocol: Any) -> Any:
         raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)")
+
+
+def gather_small_integers() -> list[list[int]]:
+    state = PartialState()
+    batch, rows = GlobalBatch(2, state.num_processes, 2), torch.tensor([[1, 2], [3, 4]]) + 100 * state.process_index
+    found = [
+        gather_rows([{"fields": micro_batch.to(dtype)} for micro_batch in (rows, rows + 10)], batch, state.device)
+        for dtype in (torch.uint16, torch.int16, torch.bool, torch.float16)
+    ]
+    return [each["fields"].float().tolist() for each in found]
+
+
+def test_items_of_any_type_are_gathered() -> None:
+    """Two ranks have two micro-batches of two rows each; the ranks take turns, and then the micro-batches."""
+    expected = [[row + k, row + k + 1] for row in (1, 3) for k in (0, 100, 10, 110)]
+    for whole in run_on_ranks(2, gather_small_integers):
+        assert [whole[index] for index in (0, 1, 3)] == [expected] * 3
+        assert whole[2] == [[1, 1]] * 8
 
 
 def fill_memory() -> torch.Tensor:

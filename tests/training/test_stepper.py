@@ -38,7 +38,7 @@ def test_one_number_a_step_is_asked_for_when_the_next_gradient_is_on_its_way(
 ) -> None:
     trainer = build_trainer(tiny_config(tmp_path, batch_size=8), flowers)
     # The averages count on the CPU, wherever the weights are, and may read what they count.
-    monkeypatch.setattr(trainer.state, "update_averages", lambda: None)
+    monkeypatch.setattr(trainer.state.ema, "update", lambda: None)
     events: list[str] = []
     verdicts: list[Tensor] = []
     read, backward = _AsyncBool.read, trainer.stepper.forward_backward
