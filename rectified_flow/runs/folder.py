@@ -129,7 +129,7 @@ def lock_folder(config: TrainingConfig, held: ExitStack) -> None:
 
 MAY_CHANGE = (
     *("condition_dropout", "space.horizontal_flip", "space.augmentation"),
-    *("space.autoencoder.source", "space.mean", "space.std", "space.show"),
+    *("space.autoencoder.source", "space.mean", "space.std", "space.show", "network.source", "network.dropout"),
 )
 """Parts of a flow that may differ when a run resumes; any other makes it another run."""
 
@@ -173,24 +173,29 @@ def choose_checkpoint(config: TrainingConfig, run: RunIdentity, flow: Mapping[st
 def _changes(config: TrainingConfig, flow: Mapping[str, Any] | None, path: Path) -> dict[str, str]:
     """Describe what differs from the checkpoint: the flow, and the flags that shape the training.
 
-    The networks are compared by their weights. An option that an older version lacked counts as off.
+    An option of the flow that an older version lacked counts as off. Arguments of the network that only one version
+    has, and parts of the network, are compared by the weights alone.
     """
     known, given = flags_in(read_config(path / checkpoint.CONFIG_FILE)), plain(config)
     names = [name for name, rule in rules_of(TrainingConfig).items() if rule.shapes_training and name in known]
     then, now = ({name: flags[name] for name in names} for flags in (known, given))
     if flow is not None and (path / FLOW_FILE).exists():
         then, now = _parts_of(checkpoint.load_document(path, FLOW_FILE)) | then, _parts_of(flow) | now
+    comparable = (then.keys() & now.keys()) | {name for name in (*then, *now) if not name.startswith("network.")}
     return {
         name: f"{name} was {then.get(name)} and is now {now.get(name)}"
         for name in dict.fromkeys([*then, *now])
-        if then.get(name) != now.get(name) and (then.get(name) or now.get(name))
+        if name in comparable and then.get(name) != now.get(name) and (then.get(name) or now.get(name))
     }
 
 
 def _parts_of(flow: Mapping[str, Any]) -> dict[str, Any]:
     """Return the compared values of a flow by dotted name. The shape is learned from the data."""
-    values = {name: value for name, value in flat(flow).items() if name.split(".")[0] not in ("kind", "network")}
-    return {"flow": flow.get("kind")} | {name: value for name, value in values.items() if name != "space.shape"}
+    return {"flow": flow.get("kind")} | {
+        name: value
+        for name, value in flat(flow).items()
+        if name not in ("kind", "space.shape") and not (name.startswith("network.") and name.count(".") > 1)
+    }
 
 
 def flat(description: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

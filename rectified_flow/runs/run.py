@@ -75,6 +75,11 @@ class BackgroundSaver:
         """Wait for the checkpoint in writing, and return its path; None if there is none, or writing it failed."""
         return None if self._writing is None else self._writing.result(seconds)
 
+    def is_behind(self) -> bool:
+        """Wait for the disk, and return whether the last step is missing."""
+        self.wait()
+        return bool(self._problem)
+
     def finish(self) -> Path | None:
         """Wait for the last checkpoint, which must not be missing, and return its path."""
         path = self.wait()
@@ -148,22 +153,21 @@ class Run:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Lock other runs out of the folders inside the block. Write an error of the block to ``status.json``."""
+        """Lock other runs out of the folders inside the block."""
         with ExitStack() as held:
             on_main(self.accelerator, lambda: folder.lock_folder(self.config, held))
             check_shared(self.accelerator, self.config.output_dir)
-            try:
-                yield
-            except BaseException as error:
-                folder.write_failure(self.config.output_dir, error, *self.progress())
-                raise
+            yield
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Open the log and the trackers, and close them however the block ends."""
+        """Open the log and the trackers, and close them however the block ends. Write an error to ``status.json``."""
         try:
             on_main(self.accelerator, self._open)
             yield
+        except BaseException as error:
+            folder.write_failure(self.config.output_dir, error, *self.progress())
+            raise
         finally:
             self.saver.wait()
             self.log.close()

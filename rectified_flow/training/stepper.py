@@ -97,6 +97,7 @@ class TrainingState(checkpoint.Counters):
     ) -> None:
         super().__init__(step=0)
         self.flow, self.ema, self.optimizer, self.parameters = flow, ema, optimizer, parameters
+        self._settings = [dict(group) for group in optimizer.param_groups]
         self.sums: dict[str, Tensor] = {}
         """Sums of this rank's loss and of the flow's other logged values over ``summands`` steps."""
 
@@ -162,11 +163,19 @@ class TrainingState(checkpoint.Counters):
         return {name: value for name, value in averaged.items() if name not in frozen}
 
     def _moments(self) -> dict[str, Any]:
-        """Return the optimizer's state by ``PARAMETER.NAME``: tensors, numbers and None."""
+        """Return the optimizer's state by ``PARAMETER.NAME``: tensors, numbers and None.
+
+        Some optimizers count in their groups: numbers that have changed since the start, by ``group N.NAME``.
+        """
         return {
             f"{name}.{key}": value
             for name, parameter in self.parameters.items()
             for key, value in self.optimizer.optimizer.state[parameter].items()
+        } | {
+            f"group {number}.{key}": value
+            for number, group in enumerate(self.optimizer.param_groups)
+            for key, value in group.items()
+            if type(value) in (int, float) and key != "lr" and value != self._settings[number].get(key)
         }
 
     def _load_moments(self, moments: Mapping[str, Any]) -> None:
@@ -174,12 +183,15 @@ class TrainingState(checkpoint.Counters):
 
         A checkpoint names parameters, while torch's state dict numbers them group by group.
         """
+        groups = self.optimizer.state_dict()["param_groups"]
+        by_group = {f"group {number}": group for number, group in enumerate(groups)}
         by_parameter: dict[nn.Parameter, dict[str, Any]] = defaultdict(dict)
         for label, value in moments.items():
             name, _, key = label.rpartition(".")
             if name in self.parameters:
                 by_parameter[self.parameters[name]][key] = _like(self.parameters[name], value)
-        groups = self.optimizer.state_dict()["param_groups"]
+            elif name in by_group:
+                by_group[name][key] = value
         ordered = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         state = {number: by_parameter[parameter] for number, parameter in enumerate(ordered)}
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})

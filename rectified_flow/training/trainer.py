@@ -296,6 +296,8 @@ class Trainer:
             self._save()
         # The others wait while the main process writes.
         distributed.set_collective_timeout(distributed.STARTUP_TIMEOUT.total_seconds())
+        if distributed.on_main(self.accelerator, self.run.saver.is_behind):
+            self._save()
         distributed.on_main(self.accelerator, self.run.finish)
         for callback in self.callbacks:
             callback.on_end(self)

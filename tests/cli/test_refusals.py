@@ -187,7 +187,7 @@ ON_TWO = [
     (TRAIN, f"{FLOWERS} --import tests.nowhere", "--import tests.nowhere failed (ModuleNotFoundError: "),
     (TRAIN, f"{BROKEN} --output_dir {{tmp}}/new", "broken image {tmp}/broken/1.png ("),
     (TRAIN, f"{PICTURES} --holdout 0.99", "--holdout 0.99 leaves"),
-    (TRAIN, f"{PICTURES} --output_dir {{labels.one}} --dim 16", "of another architecture"),
+    (TRAIN, f"{PICTURES} --output_dir {{labels.one}} --dim 16", "network.dim was 8 and is now 16"),
     (ONE_STEP, f"{PICTURES} --init_from {{labels.one}} --dim 16", "of another architecture"),
     (ONE_STEP, f"{FLOWERS} --flow objective=best", "objective"),
     (SAMPLE, "--checkpoint {labels.one} --classes tulip", "tulip does not exist: pass names like a, b, or"),

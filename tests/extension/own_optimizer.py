@@ -9,18 +9,20 @@ from rectified_flow import register
 
 
 class SignDescent(torch.optim.Optimizer):
-    """Steps of equal size in each coordinate."""
+    """Steps of equal size in each coordinate, which shrink with the number of steps that the groups count."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            rate = group["lr"] / group["count"] ** 0.5
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
                 state = self.state[parameter]
                 momentum = state.setdefault("momentum", torch.zeros_like(parameter))
                 momentum.lerp_(parameter.grad, 1 - group["momentum"])
-                parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(momentum.sign(), alpha=group["lr"])
+                parameter.mul_(1 - rate * group["weight_decay"]).sub_(momentum.sign(), alpha=rate)
 
 
 @register(role="optimizer")

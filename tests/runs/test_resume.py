@@ -16,12 +16,12 @@ from rectified_flow.runs.checkpoint import CONFIG_FILE, FLOW_FILE, STATE_FILE, R
 from rectified_flow.runs.folder import choose_checkpoint, describe_run
 
 
-def unet() -> Unet:
-    return Unet(8, (1, 2), conditions={"labels": Labels(2, ("a", "b"))}, image_size=8)
+def unet(**settings: Any) -> Unet:
+    return Unet(8, (1, 2), conditions={"labels": Labels(2, ("a", "b"))}, image_size=8, **settings)
 
 
-def rectified(**settings: Any) -> RectifiedFlow:
-    return RectifiedFlow(unet(), **{"space": Pixels((3, 8, 8), horizontal_flip=True), **settings})
+def rectified(network: Unet | None = None, **settings: Any) -> RectifiedFlow:
+    return RectifiedFlow(network or unet(), **{"space": Pixels((3, 8, 8), horizontal_flip=True), **settings})
 
 
 def save(flow: Flow, config: TrainingConfig) -> None:
@@ -53,6 +53,7 @@ def resume(flow: Flow, config: TrainingConfig, batch: int = 8, precision: str = 
         (lambda: rectified(distance="pseudo_huber"), "distance was mse and is now pseudo_huber"),
         (lambda: rectified(time_distribution=Uniform()), "time_distribution.kind was LogitNormal"),
         (lambda: rectified(time_distribution=LogitNormal(0.5)), "time_distribution.mean was -0.5"),
+        (lambda: rectified(unet(attention_head_dim=8)), "network.attention_head_dim was 64 and is now 8"),
     ],
 )
 def test_another_flow_is_refused(tmp_path: Path, other: Any, words: str) -> None:
@@ -67,7 +68,8 @@ def test_changes_that_are_allowed_are_reported(tmp_path: Path) -> None:
     for same in (rectified(), rectified(space=Pixels(horizontal_flip=True))):  # whose shape is learned from the data
         assert resume(same, TrainingConfig(output_dir=tmp_path)) == []
     changed = TrainingConfig(output_dir=tmp_path, learning_rate=1e-4, ema_decay=0.99, max_grad_norm=2)
-    assert resume(rectified(space=Pixels((3, 8, 8))), changed) == [
+    assert resume(rectified(unet(dropout=0.5), space=Pixels((3, 8, 8))), changed) == [
+        "note: network.dropout was 0.0 and is now 0.5",
         "note: space.horizontal_flip was True and is now False",
         "note: learning_rate was 0.0003 and is now 0.0001",
         "note: max_grad_norm was 1.0 and is now 2.0",

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,16 @@ from rectified_flow.system.signals import Interrupted, stop_on_signals
 from rectified_flow.training.trainer import Trainer
 from tests.patience import PATIENCE
 from tests.ranks import run_on_ranks
-from tests.training.runs import assert_same_bytes, build_trainer, losses, metrics, tiny_config, tiny_dataset, train
+from tests.training.runs import (
+    Tiny,
+    assert_same_bytes,
+    build_trainer,
+    losses,
+    metrics,
+    tiny_config,
+    tiny_dataset,
+    train,
+)
 
 STEPS = 16
 
@@ -120,6 +130,21 @@ def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path, flowers: Ima
     assert "choose another folder" in sentence
 
 
+def test_a_refused_start_leaves_the_status_of_the_run(tmp_path: Path, flowers: ImageDataset) -> None:
+    config = tiny_config(tmp_path, train_num_steps=2)
+    run_on_ranks(1, train, config, flowers)
+    before = (tmp_path / "status.json").read_text()
+    [sentence] = run_on_ranks(1, train_another_flow, config, flowers)
+    assert sentence.startswith("cannot resume from")
+    assert (tmp_path / "status.json").read_text() == before
+
+
+def train_another_flow(config: TrainingConfig, dataset: ImageDataset) -> str:
+    with pytest.raises(UsageError) as problem:
+        train(config, dataset, Tiny("mean"))
+    return str(problem.value)
+
+
 def write(run: Path, step: int, may_write: threading.Event | None = None) -> Callable[[Tensors], Path]:
     """A function that writes a checkpoint of this step, when it may."""
 
@@ -182,4 +207,24 @@ def train_on_a_full_disk(output_dir: Path) -> dict[str, int]:
     checkpoint.save_file = save_file  # type: ignore[attr-defined,assignment]
     Path.open = open_  # type: ignore[method-assign,assignment]
     config = tiny_config(output_dir, train_num_steps=8, save_every=2, sample_every=2, log_every=2)
+    return train(config, tiny_dataset(output_dir / "cache"))
+
+
+def test_a_slow_disk_does_not_lose_the_last_step(tmp_path: Path) -> None:
+    """Step 3 is still being written when step 4, the last one, is to be saved, and the other rank waits."""
+    results = run_on_ranks(2, train_on_a_slow_disk, tmp_path)
+    assert results == [{"world_size": 2, "step": 4}] * 2
+    assert checkpoint.newest_checkpoint(tmp_path / "checkpoints") == tmp_path / "checkpoints/step_00000004"
+    assert json.loads((tmp_path / "status.json").read_text())["state"] == "finished"
+
+
+def train_on_a_slow_disk(output_dir: Path) -> dict[str, int]:
+    save = checkpoint.save
+
+    def save_slowly(folder: Path, step: int, *args: Any, **settings: Any) -> Path:
+        time.sleep(3 if step == 3 else 0)
+        return save(folder, step, *args, **settings)
+
+    checkpoint.save = save_slowly
+    config = tiny_config(output_dir, train_num_steps=4, save_every=3, rank_timeout=2.0)
     return train(config, tiny_dataset(output_dir / "cache"))
