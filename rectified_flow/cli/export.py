@@ -39,6 +39,7 @@ TOLERANCE, HALF_TOLERANCE = 1e-4, 2e-2
 Program = Callable[[dict[str, Tensor]], list[Tensor]]
 CHECKED_BATCHES = (1, 3)
 ON_PAGE = (Downsample, Grey)  # projections that the page applies to a picture
+CONTROLS = ("caption", "label", "number")  # kinds of conditions that the page has controls for
 SOURCES = Path(__file__).resolve().parents[1] / "page"
 THUMBNAIL, DESCRIPTION, OFFLINE = "thumbnail.png", "model.json", "offline.js"
 NAMES = (MODEL_FILE, DECODER_FILE, DESCRIPTION)
@@ -327,6 +328,9 @@ def _check_page(call: NetworkCall) -> None:
     is_field, channels = space.on_page() is not None, (space.picture_shape or call.shape)[0]
     if channels not in (1, RGB) and not is_field:
         raise UsageError(f"--format page supports grey and RGB pictures, not {channels} channels: pass --format onnx")
+    for name, exported in ((name, kind.exported()) for name, kind in call.kinds.items()):
+        if exported["kind"] not in CONTROLS or exported.get("encoder", True) is None:
+            raise UsageError(f"--format page has no control for the condition {name}: pass --format onnx")
     if flow.takes_source and (is_field or space.autoencoder is not None):
         raise UsageError("--format page reads no measurements or latents to translate: pass --format onnx")
     if degradation and degradation.is_projection and type(degradation) not in ON_PAGE:

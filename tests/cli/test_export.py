@@ -18,7 +18,7 @@ from torch import Tensor
 from rectified_flow.cli import export as exporting
 from rectified_flow.cli.export import MODEL_FILE, newest_samples, page_sources
 from rectified_flow.condition import LARGEST, AugmentationLabels, Labels, Number, Picture, with_map
-from rectified_flow.errors import RunError
+from rectified_flow.errors import RunError, UsageError
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.flow_map import FlowMap
 from rectified_flow.flows.mean import MeanFlow
@@ -195,6 +195,15 @@ def test_captions_numbers_and_labels_are_inputs_under_their_names(tmp_path: Path
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
     differences = (expected - flow.exact_velocity(x, t, augmentation=unaugmented)).abs().amax(dim=(1, 2, 3))
     assert (differences > 1e-3).tolist() == [True, True, True, False], "they matter"
+
+
+def test_a_page_needs_a_control_for_each_condition(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = small(text=Caption(BagOfWords(("red",)), 1, 0, ("red",)))
+    call = exporting.NetworkCall(RectifiedFlow(network, space=Pixels((3, 8, 8))))
+    exporting._check_page(call)
+    monkeypatch.setattr(BagOfWords, "exported", lambda _encoder: None)
+    with pytest.raises(UsageError, match="--format page has no control for the condition text: pass --format onnx"):
+        exporting._check_page(call)
 
 
 @torch.no_grad()
