@@ -323,8 +323,7 @@ def _from_file(config_class: type[C], path: Path, given: Collection[str]) -> C:
     """Return the config in the file of ``--config``: flags by name, or the ``config.json`` of a run."""
     flags = flags_in(read_document(path, dict[str, Any]))
     unknown = sorted(flags.keys() - flag_types(config_class).keys())
-    if unknown:
-        raise UsageError(f"--config {path} sets flags that this program does not have: {', '.join(unknown)}")
+    refuse({f"config {path}": unknown}, f"sets flags that this program does not have: {', '.join(unknown)}")
     modules = flags.pop("import", None)
     if modules and "import" not in given:
         raise UsageError(f"--config {path} belongs to a run with --import {' '.join(modules)}: pass it again")

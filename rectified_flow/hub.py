@@ -10,8 +10,7 @@ from typing import Any
 
 from huggingface_hub import HfApi, ModelCard, ModelCardData, snapshot_download
 
-from rectified_flow.errors import UsageError
-from rectified_flow.flags import flags_in, name_of, plain, rules_of
+from rectified_flow.flags import flags_in, name_of, plain, refuse, rules_of
 from rectified_flow.flows.flow import Flow, network_of
 from rectified_flow.load import Trained, build_flow, model_hash, read_results
 from rectified_flow.registry import describe
@@ -58,8 +57,7 @@ def save_pretrained(flow: Flow, folder: str | Path, **card: Any) -> None:
 
 def claim_model(folder: Path) -> None:
     """Claim the file names of a model in ``folder``, as :func:`rectified_flow.system.outputs.claim` does."""
-    if is_run(folder):
-        raise UsageError(f"--save_pretrained {folder} belongs to a run: choose another folder")
+    refuse({f"save_pretrained {folder}": is_run(folder)}, "belongs to a run: choose another folder")
     code = [PIPELINE_INDEX, PIPELINE.name, f"{PIPELINE_FOLDER}/{PIPELINE.name}"]
     claim(folder, [checkpoint.MODEL_FILE, CONFIG_FILE, *code])
 
@@ -106,12 +104,10 @@ def push_to_hub(flow: Flow, repo_id: str, *, private: bool | None = None, token:
 def model_card(flow: Flow, *, metadata: Mapping[str, Any] | None = None, **texts: Any) -> ModelCard:
     """Return the README of a model, with a description and code that loads it."""
     reads = any(getattr(kind, "is_text", False) for kind in flow.conditions.values())
-    task = "text-to-image" if reads else "unconditional-image-generation"
+    task = "image-to-image" if flow.takes_source else "text-to-image" if reads else "unconditional-image-generation"
     module = None if type(flow).__module__.startswith("rectified_flow.") else type(flow).__module__
     return ModelCard.from_template(
-        ModelCardData(
-            library_name=LIBRARY, pipeline_tag="image-to-image" if flow.takes_source else task, **(metadata or {})
-        ),
+        ModelCardData(library_name=LIBRARY, pipeline_tag=task, **(metadata or {})),
         template_path=str(CARD_TEMPLATE),
         kind=type(flow).__name__,
         module=module,
@@ -139,15 +135,14 @@ def card_of_run(trained: Trained, license_name: str | None) -> dict[str, Any]:
         and result.get("weights") == trained.weights
         and result.get("autoguidance", 1) == 1  # which needs another checkpoint, too
     ]
-    metadata = {
-        "license": license_name,
-        "datasets": [name] if is_id else None,
-        "tags": ["flow-matching", "mean-flow" if trained.flow.is_map else "rectified-flow"],
-    }
     shown = [name for name, rule in rules.items() if rule.recorded and not rule.local]  # nothing of this machine
     training = {name: flags[name] for name in shown if flags.get(name, defaults[name]) != defaults[name]}
     return {
-        "metadata": metadata,
+        "metadata": {
+            "license": license_name,
+            "datasets": [name] if is_id else None,
+            "tags": ["flow-matching", "mean-flow" if trained.flow.is_map else "rectified-flow"],
+        },
         "dataset": name if is_id else Path(folder or name).name,  # no path of this machine
         "training": json.dumps(training, indent=1) if training else None,
         "results": results,

@@ -46,10 +46,9 @@ def load_flow(path: str | Path, kind: type[F] = Flow) -> F:  # type: ignore[assi
 def build_flow(description: Mapping[str, Any], source: Path | str) -> Flow:
     """Build the flow of a description with fresh weights."""
     try:
-        flow: Flow = build(description)
+        return build(description)
     except UsageError as error:
         raise UsageError(f"{source}: {error}") from error
-    return flow
 
 
 @dataclass(frozen=True)
@@ -82,13 +81,12 @@ def read_trained(source: Path) -> Trained:
         raise UsageError(f"checkpoint {source} has no {FLOW_FILE}: register the network and the flow before training")
     flow = build_flow(checkpoint.load_document(source, FLOW_FILE), source / FLOW_FILE)
     checkpoint.load_averaged(network_of(flow), source)
-    state = checkpoint.load_state(source) if checkpoint.STATE_FILE in files else None
     return Trained(
         flow=flow.eval(),
         source=source,
         weights="averaged weights" if checkpoint.EMA_FILE in files else "last weights",
+        run=checkpoint.load_state(source).run if checkpoint.STATE_FILE in files else None,
         config=read_config(source / checkpoint.CONFIG_FILE) if checkpoint.CONFIG_FILE in files else {},
-        run=None if state is None else state.run,
     )
 
 

@@ -54,6 +54,7 @@ class Samples:
 
 
 Rows = BatchRows | Samples
+Device = torch.device | str
 
 
 class _Draws:
@@ -65,7 +66,7 @@ _draws = _Draws()
 
 
 @contextmanager
-def deterministic(rows: Rows, device: torch.device | str = "cpu") -> Iterator[None]:
+def deterministic(rows: Rows, device: Device = "cpu") -> Iterator[None]:
     """Make every draw inside the block a function of ``rows``; ``device`` is the device of the forward pass.
 
     torch's default generators are seeded inside the block, and restored after it. With gradient checkpointing, the
@@ -105,22 +106,22 @@ def mix(*values: int | str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def generator(device: torch.device | str, *values: int | str) -> torch.Generator:
+def generator(device: Device, *values: int | str) -> torch.Generator:
     """Return a generator seeded with a hash of ``values``."""
     return torch.Generator(device).manual_seed(mix(*values))
 
 
-def randn(purpose: str, shape: Sequence[int], device: torch.device | str, global_rows: Tensor | None = None) -> Tensor:
+def randn(purpose: str, shape: Sequence[int], device: Device, global_rows: Tensor | None = None) -> Tensor:
     """Draw standard normal numbers ``[b, ...]`` for this process's rows, or for ``global_rows`` of the global batch."""
     return _draw(torch.randn, purpose, shape, device, global_rows)
 
 
-def rand(purpose: str, shape: Sequence[int], device: torch.device | str) -> Tensor:
+def rand(purpose: str, shape: Sequence[int], device: Device) -> Tensor:
     """Draw uniform numbers ``[b, ...]`` in [0, 1) for this process's rows."""
     return _draw(torch.rand, purpose, shape, device)
 
 
-def strata(purpose: str, count: int, device: torch.device | str) -> Tensor:
+def strata(purpose: str, count: int, device: Device) -> Tensor:
     """Draw uniform numbers ``[b]`` in [0, 1), one in each of as many equal parts as the global batch has rows."""
     return _draw(_strata, purpose, (count,), device)
 
@@ -130,17 +131,13 @@ def _strata(shape: Sequence[int], **settings: Any) -> Tensor:
     return (torch.randperm(len(u), **settings) + u) / len(u) if u.ndim else u
 
 
-def randint(purpose: str, high: int, shape: Sequence[int], device: torch.device | str) -> Tensor:
+def randint(purpose: str, high: int, shape: Sequence[int], device: Device) -> Tensor:
     """Draw integers ``[b, ...]`` in [0, high) for this process's rows."""
     return _draw(partial(torch.randint, high), purpose, shape, device)
 
 
 def _draw(
-    source: Callable[..., Tensor],
-    purpose: str,
-    shape: Sequence[int],
-    device: torch.device | str,
-    global_rows: Tensor | None = None,
+    source: Callable[..., Tensor], purpose: str, shape: Sequence[int], device: Device, global_rows: Tensor | None = None
 ) -> Tensor:
     rows = _draws.rows
     if rows is None:

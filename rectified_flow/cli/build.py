@@ -88,8 +88,7 @@ def _move_text_encoder(trained: Trained, source: str) -> None:
     """Load the text encoder of the conditions of a flow from another place."""
     conditions: Any = trained.flow.network.conditions
     moved = {name: kind for name, kind in conditions.items() if hasattr(getattr(kind, "encoder", None), "source")}
-    if not moved:
-        raise UsageError(f"--text_encoder has no effect: {trained.source} has no captions of a text encoder")
+    refuse({"text_encoder": not moved}, f"has no effect: {trained.source} has no captions of a text encoder")
     for name, kind in moved.items():
         conditions[name] = replace(kind, encoder=type(kind.encoder)(source, kind.encoder.fingerprint))
 
@@ -169,8 +168,7 @@ def build_flow(config: TrainConfig, conditions: ConditionSpecs, space: Space | N
         if not arguments.keys() <= parameters_of(flow.target).keys():
             name = "degrade" if source.source_path is None else "source_path"
             raise UsageError(f"--{name} has no effect: {flow.target.__name__} generates pictures from noise only")
-    built: Flow = flow.build(network=module, space=space, condition_dropout=CONDITION_DROPOUT, **arguments)
-    return built
+    return flow.build(network=module, space=space, condition_dropout=CONDITION_DROPOUT, **arguments)
 
 
 def choose_network(config: NetworkConfig) -> Choice:

@@ -291,9 +291,7 @@ class PicturesConfig(Flags):
     ] = ()
     """Values of conditions by name, such as unicode_version=9; several, separated by commas, are used in turn."""
     grid: Annotated[
-        tuple[str, str] | None,
-        tyro.conf.arg(metavar="ROWS COLUMNS"),
-        flag(excludes="num_samples from_images prompts"),
+        tuple[str, str] | None, tyro.conf.arg(metavar="ROWS COLUMNS"), flag(excludes="num_samples from_images prompts")
     ] = None
     """Generate a grid with its values below; each axis is a condition (NAME or NAME=VALUE,VALUE) or seed=COUNT."""
     seed: Seed = 0

@@ -34,8 +34,7 @@ def find_data(config: DataConfig) -> ImageSource | Dataset[Any]:
     name, options = split_part(config.dataset)
     if config.dataset_path is None and name in names("dataset"):
         choice = choose("dataset", "dataset", config.dataset)
-        found: ImageSource | Dataset[Any] = choice.build(image_size=config.image_size, cache_dir=config.cache_dir)
-        return found
+        return choice.build(image_size=config.image_size, cache_dir=config.cache_dir)
     refuse({f"dataset {' '.join(options)}": options}, "has no effect without a registered dataset; leave it out")
     return find_source(**data_arguments_of(config))
 
@@ -188,8 +187,7 @@ def check_conditions(flow: Flow, source: object, pictures: RealData) -> None:
 
 def kind_of_space(data: DataConfig) -> type[Space]:
     """Return the class of the space of the flags."""
-    name = name_of(data.space) or ("Latents" if data.autoencoder else "Pixels")
-    return cast(type[Space], find("space", Space, name))
+    return find("space", Space, name_of(data.space) or ("Latents" if data.autoencoder else "Pixels"))
 
 
 def can_augment(data: DataConfig) -> bool:

@@ -22,7 +22,7 @@ from rectified_flow.flows import Solver
 from rectified_flow.flows.flow import SOURCE
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.solvers import CALLS_PER_STEP, Guidance
-from rectified_flow.load import load_flow
+from rectified_flow.load import autocast, load_flow
 from rectified_flow.networks.unet import to_device
 from rectified_flow.registry import build, describe
 from rectified_flow.runs import checkpoint
@@ -126,7 +126,7 @@ def open_distilled(
     with claimed(store, "choose another --teacher_dir") as is_missing:
         on_main(state, lambda: _check_recipe(recipe, distilled, is_missing=is_missing))
         if is_missing:
-            generator = _Generator(recipe, earlier, distilled.kind, pictures, config.data, state.device)
+            generator = _Generator(recipe, earlier, distilled.kind, pictures, config.data)
             fill(store, generator.rows, generator.describe, doing="drawing", batch_size=BATCH_SIZE)
     return StoreDataset(store.path, pictures.arguments), space
 
@@ -155,16 +155,10 @@ class _Generator:
     """Generates the rows of distillation data with the teacher."""
 
     def __init__(
-        self,
-        recipe: Recipe,
-        earlier: Path | None,
-        kind: str,
-        pictures: ImageDataset,
-        data: DataConfig,
-        device: torch.device,
+        self, recipe: Recipe, earlier: Path | None, kind: str, pictures: ImageDataset, data: DataConfig
     ) -> None:
-        self.recipe, self.kind, self.pictures, self.device = recipe, kind, pictures, device
-        self.bf16 = recipe.precision == "bf16"
+        self.recipe, self.kind, self.pictures, self.device = recipe, kind, pictures, PartialState().device
+        self.precision = "bf16" if recipe.precision == "bf16" else "no"
         self.teacher = self._load(Path(recipe.source))
         self.guidance = Guidance(recipe.guidance_scale)
         if earlier is not None:
@@ -178,13 +172,13 @@ class _Generator:
         self.picture_of = torch.randint(len(self.pictures), (recipe.pairs,), generator=generator).tolist()
 
     def _load(self, path: Path) -> RectifiedFlow:
-        return to_device(load_flow(path, RectifiedFlow), self.device, "bf16" if self.bf16 else "no")
+        return to_device(load_flow(path, RectifiedFlow), self.device, self.precision)
 
     def rows(self, numbers: Sequence[int]) -> dict[str, Tensor]:
         """Generate the rows with these numbers; each depends on the seed and its number alone."""
         space, path = self.teacher.space, list[Tensor]()
-        bf16 = torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16)
-        with randomness.deterministic(randomness.Samples(self.recipe.seed, numbers), self.device), bf16:
+        samples = randomness.Samples(self.recipe.seed, numbers)
+        with randomness.deterministic(samples, self.device), autocast(self.precision, self.device):
             shape = (len(numbers), *(space.shape or ()))
             # Not the noise of samples with this seed, from which a trained map would be shown what it was trained on.
             noise = randomness.randn("teacher's noise", shape, self.device).half().float()  # rounded as it is stored

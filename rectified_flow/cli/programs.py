@@ -71,12 +71,11 @@ def _parse(config_class: str, description: str) -> Any:
     # DDP warns about the gradients of 1x1 convolutions, which are correct in either memory format.
     warnings.filterwarnings("ignore", message="Grad strides do not match", category=UserWarning)
     try:
-        config = parse(resolve_name(config_class), description, _arguments(), quiet=not _is_rank_0())
+        return parse(resolve_name(config_class), description, _arguments(), quiet=not _is_rank_0())
     except SystemExit as explained:
         if explained.code:
             _await_rank_0()
         raise
-    return config
 
 
 def _arguments() -> list[str]:

@@ -14,7 +14,17 @@ from rectified_flow.cli.distill import REMEDY, DistillationData, recipe_of
 from rectified_flow.data.config import RunData
 from rectified_flow.distributed import on_main
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import based_on, command_line, config_from, flags_in, plain, replaced, rules_of, values_of
+from rectified_flow.flags import (
+    based_on,
+    command_line,
+    config_from,
+    flags_in,
+    plain,
+    refuse,
+    replaced,
+    rules_of,
+    values_of,
+)
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.folder import prepare_folders, read_config
 
@@ -70,8 +80,7 @@ def resolved(config: C) -> tuple[C, bool]:
             batch = most and next(each for each in range(min(share, most), 0, -1) if share % each == 0)
             known = replaced(known, {"global_batch_size": share * state.num_processes, "batch_size": batch})
         return known, True
-    config = replaced(config, {"method": config.method})
-    config = _with_data_seed(config)
+    config = _with_data_seed(replaced(config, {"method": config.method}))
     if config.method in ("mean_flow", "distill") and "lr_decay" not in config.given:
         config = replaced(config, {"lr_decay": "cosine"})
     distilled = DistillationData.of(config)
@@ -117,10 +126,9 @@ def _with_teacher(config: C, distilled: DistillationData) -> C:
     if distilled.kind == "paths" and teacher.flow.prediction != "velocity":
         raise UsageError(f"--teacher {source} predicts {teacher.flow.prediction}: pass a run that predicts velocity")
     is_condition = teacher.source.is_given and not teacher.source.as_start
-    if distilled.recipe.guidance_scale != 1 and not (
-        teacher.network.use_cfg or teacher.columns.condition_on or is_condition
-    ):
-        raise UsageError(f"--guidance_scale needs conditions, and {source} has none")
+    has_conditions = teacher.network.use_cfg or teacher.columns.condition_on or is_condition
+    is_guided = distilled.recipe.guidance_scale != 1
+    refuse({"guidance_scale": is_guided and not has_conditions}, f"needs conditions, and {source} has none")
     rules, mine, theirs = rules_of(type(config)), plain(config), plain(teacher)
     shared = config.given & {*rules_of(RunData), *rules_of(NetworkConfig), "prediction"}
     for name in sorted(shared):
@@ -128,13 +136,6 @@ def _with_teacher(config: C, distilled: DistillationData) -> C:
             inherited = " ".join(command_line({name: theirs[name]}))
             raise UsageError(f"--{name} has no effect with --teacher: the run inherits {inherited} of {source}")
     local = {name: value for name, value in values_of(config).items() if name in shared and rules[name].local}
-    return replaced(
-        replace(
-            config,
-            data=replace(teacher.data, augment=0.0),  # augmented pictures would not be the ends of the teacher's paths
-            source=teacher.source,
-            columns=teacher.columns,
-            network=teacher.network,
-        ),
-        {"teacher": source, "prediction": teacher.flow.prediction, **local},
-    )
+    data = replace(teacher.data, augment=0.0)  # augmented pictures would not be the ends of the teacher's paths
+    config = replace(config, data=data, source=teacher.source, columns=teacher.columns, network=teacher.network)
+    return replaced(config, {"teacher": source, "prediction": teacher.flow.prediction, **local})

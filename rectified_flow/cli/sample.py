@@ -105,7 +105,7 @@ def sample(config: SampleConfig) -> None:
             calls = _write_samples(trained.flow, outputs, state)
             state.wait_for_everyone()
             if state.is_main_process:
-                tqdm.write(lines({"calls": calls} | _write_sheets(trained.flow, outputs, flags)))
+                tqdm.write(lines({"calls": calls} | _write_grid(outputs, flags)))
         if data is not None:
             _write_nearest(data, outputs, state)
     if model is not None and state.is_main_process:
@@ -220,13 +220,12 @@ def _results(flow: Flow, numbers: Sequence[int], request: SampleRequest) -> Iter
         yield some, results
 
 
-def _write_sheets(flow: Flow, outputs: Outputs, flags: PicturesConfig) -> dict[str, object]:
+def _write_grid(outputs: Outputs, flags: PicturesConfig) -> dict[str, object]:
     """Write the grid of all samples, and return lines on all files."""
-    files, texts = {"values": outputs.values, "pictures": outputs.pictures}, dict[str, object]()
     # Other processes wrote most of the samples, so the grid reads them back.
-    grid = _grid_of(outputs, flags.variants)
-    texts["grid"] = write_picture(outputs.folder / GRID_FILE, grid, **outputs.metadata())
-    return texts | {name: f"{paths[0]} to {paths[-1].name}" for name, paths in files.items() if paths}
+    grid = write_picture(outputs.folder / GRID_FILE, _grid_of(outputs, flags.variants), **outputs.metadata())
+    files = {"values": outputs.values, "pictures": outputs.pictures}
+    return {"grid": grid} | {name: f"{paths[0]} to {paths[-1].name}" for name, paths in files.items() if paths}
 
 
 def _grid_of(outputs: Outputs, variants: int) -> Any:
@@ -239,10 +238,9 @@ def _grid_of(outputs: Outputs, variants: int) -> Any:
         groups = max(1, round((len(rows) / across) ** 0.5))  # of a picture and its results, side by side
         return to_grid(torch.cat(cells), across * groups, legend=legend)
     images = read_pictures(files if request.columns else files[:GRID_PICTURES])
-    if several := [texts for texts in request.texts.values() if len({*texts}) > 1]:  # in which the pictures differ
-        below = [", ".join(str(texts[row % len(texts)]) for texts in several) for row in range(len(images))]
-        return to_grid(images, request.columns, below, legend)
-    return to_grid(images, request.columns, legend=legend)
+    several = [texts for texts in request.texts.values() if len({*texts}) > 1]  # in which the pictures differ
+    below = [", ".join(str(texts[row % len(texts)]) for texts in several) for row in range(len(images))]
+    return to_grid(images, request.columns, below if several else None, legend)
 
 
 def read_pictures(files: Sequence[Path]) -> Tensor:

@@ -88,9 +88,8 @@ def _from_pictures(path: Path, flags: PicturesConfig, trained: Trained, options:
     _check_translation(flags, trained)
     translates = flow.takes_source or flags.mask is not None
     files = find_inputs(path, space)[: flags.num_samples or (None if translates else NUM_SAMPLES)]
-    images, mask = torch.stack([_read("from_images", file, space.read) for file in files]), None
-    if flags.mask is not None:
-        mask = load_mask(flags.mask, files, space)
+    images = torch.stack([_read("from_images", file, space.read) for file in files])
+    mask = None if flags.mask is None else load_mask(flags.mask, files, space)
     seen = space.from_pictures(images.to(flow.device)).cpu()
     if not translates:
         start = {"start": seen, "strength": flags.strength or STRENGTH}
@@ -180,8 +179,7 @@ def axis_of(text: str, flow: Flow, source: Path) -> tuple[str, list[str]]:
         return name, [str(number) for number in range(int(values or SEEDS))]
     kind = _kind_of(name, written(flow.conditions), source, f"--grid {text}")
     given = kind.split(values) if values else list(kind.examples[:MAX_CELLS])
-    if not given:
-        raise UsageError(f"--grid {text} needs values: pass {name}=VALUE,VALUE")
+    refuse({f"grid {text}": not given}, f"needs values: pass {name}=VALUE,VALUE")
     return name, given
 
 
@@ -235,6 +233,5 @@ def names_of_results(path: Path, files: Sequence[Path], variants: int) -> list[s
     stems = ["-".join(file.relative_to(folder).with_suffix("").parts) for file in files]
     names = [f"{stem}{f'-{number + 1}' * (variants > 1)}" for number in range(variants) for stem in stems]
     [(name, count)] = Counter([*names, "grid"]).most_common(1)
-    if count > 1:
-        raise UsageError(f"--from_images has two files for the result {name}: rename one")
+    refuse({"from_images": count > 1}, f"has two files for the result {name}: rename one")
     return names

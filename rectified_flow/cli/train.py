@@ -113,8 +113,7 @@ def train_run(config: TrainConfig) -> bool:
     training, held_out = (rows, None) if split is None else split.divide(rows)
     callbacks = _callbacks(config, flow, data, split, training, held_out)
     texts_of = data if distilled is not None else held_out  # distillation data have no texts for previews
-    run = Trainer(flow, training, config.run, callbacks=callbacks, preview_data=texts_of, **_records(config))
-    return run.train()
+    return Trainer(flow, training, config.run, callbacks=callbacks, preview_data=texts_of, **_records(config)).train()
 
 
 def _space_of(config: TrainConfig, found: Any, *, has_begun: bool) -> Space:
@@ -134,9 +133,8 @@ def check_flags(config: TrainConfig) -> None:
     """Check relations between flags of different groups, and the names of registered parts."""
     check_rules(config, config.given)
     method, has_teacher = config.method, config.teacher.teacher is not None
-    if (method in ("distill", "reflow")) != has_teacher:
-        needed = "has no effect with --teacher" if has_teacher else "needs --teacher: pass the run of a rectified flow"
-        raise UsageError(f"--method {method} {needed}")
+    needed = "has no effect with --teacher" if has_teacher else "needs --teacher: pass the run of a rectified flow"
+    refuse({f"method {method}": (method in ("distill", "reflow")) != has_teacher}, needed)
     source = config.source.source_path
     written = {"output_dir": config.run.output_dir, "cache_dir": config.data.cache_dir}
     check_outside("dataset_path", config.data.dataset_path, **written, source_path=source)
@@ -153,10 +151,9 @@ def check_flags(config: TrainConfig) -> None:
 
 def check_items(config: TrainConfig) -> None:
     """Raise a UsageError if a flag is for pictures, and the data are items of a registered dataset."""
-    for name, rule in sorted(rules_of(type(config)).items()):
-        if rule.for_pictures and name in config.given:
-            dataset = name_of(config.data.dataset)
-            raise UsageError(f"--{name} is for pictures, and --dataset {dataset} has items of another kind")
+    rules, dataset = rules_of(type(config)), name_of(config.data.dataset)
+    given = {name: rules[name].for_pictures for name in sorted(config.given & rules.keys())}
+    refuse(given, f"is for pictures, and --dataset {dataset} has items of another kind")
 
 
 def _open_data(config: TrainConfig, found: Any) -> Any:
@@ -245,16 +242,14 @@ def hold_out_pictures(pictures: ImageDataset, config: TrainConfig) -> Split | No
     state, share, split = PartialState(), config.data.holdout, split_of(pictures, config.data)
     asked = "holdout" in config.given or config.evaluation.stop_when_memorising
     if split is None:
-        if config.evaluation.stop_when_memorising:
-            remedy = f"pass --holdout {proposed_share(len(pictures)):g}"
-            raise UsageError(f"--stop_when_memorising needs pictures to measure on: {remedy}")
+        needed = f"needs pictures to measure on: pass --holdout {proposed_share(len(pictures)):g}"
+        refuse({"stop_when_memorising": config.evaluation.stop_when_memorising}, needed)
         if len(pictures) < MIN_TO_HOLD_OUT and not asked:
             text = f"none of {len(pictures)} pictures, as too few would be left: the run cannot warn when it memorises"
             state.print(line("held out", text))
         return None
     if split.problem is not None:
-        if asked:
-            raise UsageError(f"--holdout {share:g} leaves {split.problem}: change it, or pass --holdout 0")
+        refuse({f"holdout {share:g}": asked}, f"leaves {split.problem}: change it, or pass --holdout 0")
         state.print(line("held out", f"nothing, as --holdout {share:g} leaves {split.problem}"))
         return None
     state.print(line("held out", split))

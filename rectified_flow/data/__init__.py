@@ -35,7 +35,5 @@ class GlobalBatch:
         return slice(micro_batch * self.world_size + rank, None, self.world_size * self.accumulation)
 
     def __str__(self) -> str:
-        return (
-            f"{self.per_process} per process x {self.world_size} process{'es' * (self.world_size > 1)}"
-            f" x {self.accumulation} accumulation = {self.total}"
-        )
+        of_rank = f"{self.per_process} per process x {self.world_size} process{'es' * (self.world_size > 1)}"
+        return f"{of_rank} x {self.accumulation} accumulation = {self.total}"

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from rectified_flow.condition import Condition, WrittenCondition, with_point
 from rectified_flow.errors import UsageError, first_line
+from rectified_flow.flags import refuse
 from rectified_flow.registry import describe, find, names
 from rectified_flow.system.files import read_bytes
 from rectified_flow.system.terminal import escaped
@@ -203,10 +204,8 @@ def choose_columns(
     registered = (find("condition_on", WrittenCondition, name) for name in names(WrittenCondition))
     kinds = {kind.column_type: kind for kind in registered}
     for column, named in types.items():
-        if column not in columns:
-            raise UsageError(f"--condition_on {column} does not exist in {source}: its columns are {has}")
-        if named not in ("", *kinds):
-            raise UsageError(f"--condition_on {column}={named} is not a type: pass {', '.join(kinds)}")
+        refuse({f"condition_on {column}": column not in columns}, f"does not exist in {source}: its columns are {has}")
+        refuse({f"condition_on {column}={named}": named not in ("", *kinds)}, f"is not a type: pass {', '.join(kinds)}")
     chosen = list[ColumnSpec]()
     for column in columns if every else types:
         values = list(columns[column])
@@ -216,8 +215,7 @@ def choose_columns(
             raise UsageError(f"--condition_on {column} has no values (texts, numbers or lists of texts): leave it out")
         if spec is not None and not (every and spec.has_identifiers):
             chosen.append(spec)
-    if not chosen:
-        raise UsageError(f"--condition_on all finds no suitable column in {source}: its columns are {has}")
+    refuse({"condition_on all": not chosen}, f"finds no suitable column in {source}: its columns are {has}")
     return chosen
 
 

@@ -16,7 +16,7 @@ from rectified_flow.data.sources.huggingface import HuggingFaceSource, find_data
 from rectified_flow.data.sources.synthetic_flowers import SYNTHETIC_FLOWERS, SyntheticFlowers
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import Positive, split_part, typed_options
+from rectified_flow.flags import Positive, refuse, split_part, typed_options
 from rectified_flow.registry import as_plain, find, names, parameters_of
 from rectified_flow.system.files import printable, usable_path
 from rectified_flow.system.pictures import content_of
@@ -122,8 +122,7 @@ def find_source(dataset: str, dataset_path: str | Path | None = None, **argument
     if dataset_path is None:
         if dataset == SYNTHETIC_FLOWERS:
             return SyntheticFlowers(2 * max(framing_of(arguments).stored_size))
-        if os.path.isdir(dataset):
-            raise UsageError(f"--dataset {dataset} is a folder: pass it as --dataset_path {dataset}")
+        refuse({f"dataset {dataset}": os.path.isdir(dataset)}, f"is a folder: pass it as --dataset_path {dataset}")
         return HuggingFaceSource(dataset, split)
     folder = usable_path("--dataset_path", Path(dataset_path)).resolve()
     if not folder.is_dir():

@@ -140,8 +140,7 @@ def _hash_items(dataset: Dataset[Any], length: int) -> str:
         random.seed(0)
         np.random.seed(0)
         for name, value in sorted(Batches(dataset).__getitems__([index]).items()):
-            digest.update(name.encode())
-            digest.update(_bytes(value))
+            digest.update(name.encode() + _bytes(value))
     return digest.hexdigest()
 
 

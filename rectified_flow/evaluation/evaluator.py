@@ -130,8 +130,7 @@ class Evaluator:
         Raises:
             Interrupted: if a stop was requested meanwhile.
         """
-        batches = self.sampled(flow, numbers, **how)
-        return torch.cat([self.extract(images) for images in batches])
+        return torch.cat([self.extract(images) for images in self.sampled(flow, numbers, **how)])
 
     def extract(self, images: Tensor) -> Tensor:
         """Return the features of images by all networks side by side, on the CPU."""

@@ -91,12 +91,8 @@ def _inception(device: torch.device) -> Features:
         found = f"--feature_network inception is unavailable ({first_line(error)})"
         raise UsageError(f"{found}: pip install torch-fidelity, which downloads its weights") from error
     network.eval()
-
-    def extract(images: Tensor) -> Tensor:
-        return network(images).float()
-
     resize = f"bilinear to 299 px, antialiased, by torchmetrics {version('torchmetrics')}"
-    return Features("inception", "fid", "kid", resize, extract)
+    return Features("inception", "fid", "kid", resize, lambda images: network(images).float())
 
 
 def _efficientnet_lite0(device: torch.device) -> Features:

@@ -22,7 +22,6 @@ from rectified_flow.distributed import map_over_ranks, on_main
 from rectified_flow.evaluation.distances import near_duplicates, perceptual_hashes
 from rectified_flow.evaluation.features import average_colours, in_batches, reference_features, stored_batch
 from rectified_flow.flows.flow import Flow, expand
-from rectified_flow.randomness import mix
 
 D = TypeVar("D", bound=StoreDataset)
 MIN_HELD_OUT = 8  # smallest number of held-out pictures: the mean loss of fewer is too noisy
@@ -84,7 +83,7 @@ def hold_out(pictures: ImageDataset, share: float, seed: int) -> Split:
 
 def split_rows(colours: Tensor, share: float, seed: int) -> Split:
     """Split pictures with these colours ``[n, 3 * 8 * 8]``; see :func:`hold_out`."""
-    draws = np.array([mix(seed, "held out", value) for value in perceptual_hashes(colours)])
+    draws = np.array([randomness.mix(seed, "held out", value) for value in perceptual_hashes(colours)])
     chosen = draws < share * 2.0**63
     training, candidates = np.flatnonzero(~chosen), np.flatnonzero(chosen)
     near = near_duplicates(colours[candidates], colours[training]).numpy()
@@ -116,10 +115,8 @@ class HeldOutPictures:
     def __init__(self, training: StoreDataset, held_out: StoreDataset, seed: int) -> None:
         self.count = min(len(training), len(held_out), MAX_PICTURES)
         self.seed = seed
-        chosen = [
-            dataset.subset(permuted(np.arange(self.count), len(dataset), [mix(seed, "held-out pictures")]))
-            for dataset in (held_out, training)
-        ]
+        places, keys = np.arange(self.count), [randomness.mix(seed, "held-out pictures")]
+        chosen = [each.subset(permuted(places, len(each), keys)) for each in (held_out, training)]
         self._pictures: ConcatDataset[Any] = ConcatDataset(chosen)
 
     @property

@@ -14,7 +14,6 @@ from rectified_flow.errors import UsageError
 from rectified_flow.flows import Coupling, Share
 from rectified_flow.flows.couplings import CANDIDATES, nearest_candidate, optimal_pairs, squared_distances
 from rectified_flow.flows.solvers import Inpaint
-from rectified_flow.randomness import Samples, deterministic
 from rectified_flow.spaces.degradations import Degradation
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.spaces.space import Space
@@ -367,6 +366,6 @@ def sample_batches(
         some = numbers[first : first + batch_size]
         given = {name: each[[i % len(each) for i in some]] for name, each in rows.items() if each is not None}
         drawn = some if draws is None else [draws[number] for number in some]
-        with deterministic(Samples(seed, drawn), _device_of(flow)):
+        with randomness.deterministic(randomness.Samples(seed, drawn), _device_of(flow)):
             data = flow.sample(len(some), **given, **options)
             yield some, space.render(data) if render else data

@@ -110,16 +110,14 @@ class MeanFlow(FlowMap):
             change = torch.zeros_like(u)
             if count > 0:
                 # Copies: a compiled derivative wants its tangents laid out like their values.
-                u_, x_, v_, t_, r_ = (each[:count].clone() for each in (u, x_t, v, t, r))
+                x_, v_, t_, r_ = (each[:count].clone() for each in (x_t, v, t, r))
                 conditions_ = {name: values[:count] for name, values in conditions.items()}
-                change_ = self._correction(u_, x_, v_, t_, r_, conditions_, kept)
+                change_ = self._correction(x_, v_, t_, r_, conditions_, kept)
                 change = torch.cat((change_, change[count:]))
         residual = u + change - v
         return self.weighted(residual if weights is None else residual * weights)
 
-    def _correction(
-        self, u: Tensor, x: Tensor, v: Tensor, t: Tensor, r: Tensor, conditions: Values, kept: list[Tensor]
-    ) -> Tensor:
+    def _correction(self, x: Tensor, v: Tensor, t: Tensor, r: Tensor, conditions: Values, kept: list[Tensor]) -> Tensor:
         """Return ``(t - r) du``, by the derivative of ``u(x, r, t)`` along ``(w, 0, 1)``.
 
         One forward-mode product costs about two calls; ``kept`` are values of the pass that computed ``u``.

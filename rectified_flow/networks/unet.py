@@ -19,8 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rectified_flow import randomness
 from rectified_flow.condition import ConditionSpecs, Picture
-from rectified_flow.networks import forward_mode as tangents
-from rectified_flow.networks.forward_mode import Conv2d, GroupNorm, attend, modulated
+from rectified_flow.networks.forward_mode import Conv2d, GroupNorm, attend, keep_no_more, modulated
 from rectified_flow.registry import register
 
 # With these limits, a damaged description cannot ask for more than the memory holds.
@@ -176,7 +175,7 @@ class Unet(nn.Module):
 
     def _evaluate(self, block: nn.Module, *inputs: Tensor) -> Tensor:
         if self.gradient_checkpointing and torch.is_grad_enabled():
-            tangents.keep_no_more()
+            keep_no_more()
             return checkpoint(block, *inputs, use_reentrant=False)
         return block(*inputs)
 

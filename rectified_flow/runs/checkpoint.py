@@ -257,8 +257,7 @@ def load_matching(network: nn.Module, path: Path) -> tuple[set[str], set[str]]:
     Returns:
         The names of the network's own weights that were taken, and of those that were not.
     """
-    saved = load_tensors(path, *averaged_files(path))
-    saved = getattr(network, "align", dict)(saved)
+    saved = getattr(network, "align", dict)(load_tensors(path, *averaged_files(path)))
     own = own_weights(network)
     taken = {key: value for key, value in saved.items() if key in own and own[key].shape == value.shape}
     network.load_state_dict(taken, strict=False)
@@ -278,8 +277,7 @@ def own_weights(network: nn.Module) -> dict[str, Tensor]:
 
     Frozen parameters are left out if the network has a ``frozen_source``, from which its constructor loads them.
     """
-    keeps_all = getattr(network, "frozen_source", None) is None
-    frozen = set() if keeps_all else frozen_names(network)
+    frozen = set() if getattr(network, "frozen_source", None) is None else frozen_names(network)
     return {name: value for name, value in network.state_dict().items() if name not in frozen}
 
 

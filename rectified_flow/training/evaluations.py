@@ -249,13 +249,12 @@ class HeldOutHook(Measurement):
         measured = on_main(trainer.accelerator, self._measured)
         if not measured:
             return
-        now, verdict = measured[-1], judge(measured)
+        now, (best, memorises) = measured[-1], judge(measured)
         trainer.measured |= {"heldout_loss": now.heldout_loss, "seen_loss": now.seen_loss, "gap": now.gap}
-        if self.stops and verdict.best.step == trainer.state.step:
+        if self.stops and best.step == trainer.state.step:
             trainer.save_as_best()
-        if not verdict.memorises:
+        if not memorises:
             return
-        best = verdict.best
         what = (
             f"the network memorises its training pictures: its loss on held-out pictures was {best.heldout_loss:.4g} "
             f"at step {best.step} and is {now.heldout_loss:.4g} at step {now.step}, while that on training pictures "

@@ -136,16 +136,15 @@ def summarize(config: TrainingConfig, accelerator: Accelerator, flow: nn.Module,
     batch = config.split_batch(accelerator.num_processes)
     count = sum(parameter.numel() for parameter in flow.parameters())
     images = config.total_steps(batch, length) * batch.total
-    return lines(
-        {
-            "processes": f"{accelerator.num_processes} x {accelerator.device.type}, {precision_name(accelerator)}",
-            "data": data,
-            "network": f"{count / 1e6:.1f} M parameters",
-            "batch": batch,
-            "run": f"{images // batch.total} steps = {images} {items_of(flow)} = {images / length:.1f} epochs",
-            "output": config.output_dir,
-        }
-    )
+    texts = {
+        "processes": f"{accelerator.num_processes} x {accelerator.device.type}, {precision_name(accelerator)}",
+        "data": data,
+        "network": f"{count / 1e6:.1f} M parameters",
+        "batch": batch,
+        "run": f"{images // batch.total} steps = {images} {items_of(flow)} = {images / length:.1f} epochs",
+        "output": config.output_dir,
+    }
+    return lines(texts)
 
 
 def items_of(flow: nn.Module) -> str:

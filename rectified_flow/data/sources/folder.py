@@ -13,13 +13,7 @@ from rectified_flow.data.metadata import METADATA_FILES, read_metadata
 from rectified_flow.data.sources import ImageSource
 from rectified_flow.errors import UsageError
 from rectified_flow.system.files import printable
-from rectified_flow.system.pictures import (
-    IMAGE_SUFFIXES,
-    OTHER_SUFFIXES,
-    PLUGIN_HINT,
-    content_of,
-    open_picture,
-)
+from rectified_flow.system.pictures import IMAGE_SUFFIXES, OTHER_SUFFIXES, PLUGIN_HINT, content_of, open_picture
 
 BYPRODUCTS = {
     *("@eadir", "@recycle", "@recently-snapshot", "@__thumb", "@tmp", "#recycle", "#snapshot", "$recycle.bin"),
