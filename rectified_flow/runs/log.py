@@ -99,6 +99,8 @@ class RunLog:
 
     def open(self, name: str) -> LineFile:
         """Open ``NAME.jsonl``, which is flushed with every checkpoint from now on."""
+        if name in (file.path.stem for file in self._files):
+            raise UsageError(f"two measurements would write {name}.jsonl: give one of them another name")
         claim(self.folder, [f"{name}.jsonl", f"{name}.old.jsonl"])
         self._files.append(LineFile(self.folder / f"{name}.jsonl", self.step))
         return self._files[-1]

@@ -9,7 +9,7 @@ import pytest
 
 from rectified_flow.errors import UsageError
 from rectified_flow.runs.folder import write_failure, write_status
-from rectified_flow.runs.log import LineFile
+from rectified_flow.runs.log import LineFile, RunLog
 from tests.system.test_files import refusing
 
 GOOD = [{"step": 1, "loss": 0.5}, {"step": 2, "loss": float("nan")}, {"step": 3, "loss": "0.1"}]
@@ -43,6 +43,14 @@ def test_a_damaged_line_is_dropped(tmp_path: Path, damage: bytes) -> None:
     path = write(tmp_path / "metrics.jsonl", damage, good, damage)
     assert LineFile(path, 5).rows() == [GOOD[0]]
     assert path.read_bytes() == good + b"\n"
+
+
+def test_two_measurements_of_one_name_are_refused(tmp_path: Path) -> None:
+    log = RunLog(None, tmp_path, 0)  # type: ignore[arg-type]
+    log.open("sharpness")
+    for name in ("sharpness", "metrics"):
+        with pytest.raises(UsageError, match=rf"two measurements would write {name}\.jsonl"):
+            log.open(name)
 
 
 def test_numbers_by_step(tmp_path: Path) -> None:
