@@ -14,17 +14,7 @@ from rectified_flow.cli.distill import REMEDY, DistillationData, recipe_of
 from rectified_flow.data.config import RunData
 from rectified_flow.distributed import on_main
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import (
-    based_on,
-    command_line,
-    config_from,
-    flags_in,
-    plain,
-    refuse,
-    replaced,
-    rules_of,
-    values_of,
-)
+from rectified_flow.flags import based_on, command_line, config_from, flags_in, plain, replaced, rules_of, values_of
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.folder import prepare_folders, read_config
 
@@ -127,8 +117,8 @@ def _with_teacher(config: C, distilled: DistillationData) -> C:
         raise UsageError(f"--teacher {source} predicts {teacher.flow.prediction}: pass a run that predicts velocity")
     is_condition = teacher.source.is_given and not teacher.source.as_start
     has_conditions = teacher.network.use_cfg or teacher.columns.condition_on or is_condition
-    is_guided = distilled.recipe.guidance_scale != 1
-    refuse({"guidance_scale": is_guided and not has_conditions}, f"needs conditions, and {source} has none")
+    if distilled.recipe.guidance_scale != 1 and not has_conditions:
+        raise UsageError(f"--guidance_scale needs conditions, and {source} has none")
     rules, mine, theirs = rules_of(type(config)), plain(config), plain(teacher)
     shared = config.given & {*rules_of(RunData), *rules_of(NetworkConfig), "prediction"}
     for name in sorted(shared):

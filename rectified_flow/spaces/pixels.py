@@ -11,7 +11,6 @@ from rectified_flow.condition import Values
 from rectified_flow.registry import register
 from rectified_flow.spaces.augmentation import augmented
 from rectified_flow.spaces.space import RGB, RGBA, Shape, Space
-from rectified_flow.system.terminal import size_text
 
 LEVEL = 1 / 127.5  # distance of two levels of 8 bits in [-1, 1]
 
@@ -96,7 +95,8 @@ class Pixels(Space):
         if self.shape is None:
             return "images"
         channels, height, width = self.shape
-        return f"{size_text(width, height)} px" + " with transparency" * (channels == RGBA)
+        size = str(width) if width == height else f"{width}x{height}"
+        return f"{size} px" + " with transparency" * (channels == RGBA)
 
 
 def cropped(data: Tensor, shape: Sequence[int] | None, *, at_random: bool = False) -> Tensor:
