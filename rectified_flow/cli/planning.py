@@ -25,12 +25,14 @@ from rectified_flow.data.config import Crop
 from rectified_flow.data.sources import ImageSource
 from rectified_flow.data.sources.folder import FileFolder
 from rectified_flow.data.sources.huggingface import HuggingFaceSource
+from rectified_flow.data.sources.synthetic_flowers import SYNTHETIC_FLOWERS
 from rectified_flow.distributed import on_main
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import command_line, name_of, plain, replaced
 from rectified_flow.flows.flow import Flow
 from rectified_flow.load import autocast
 from rectified_flow.networks.unet import to_device
+from rectified_flow.registry import names
 from rectified_flow.runs import checkpoint
 from rectified_flow.spaces.space import Space
 from rectified_flow.system.machine import free_memory, memory
@@ -116,8 +118,8 @@ def _choose_size(config: TrainConfig, source: ImageSource, sides: Sequence[int],
 def fixed_flags(config: TrainConfig) -> set[str]:
     """Return the names of the flags that the user has set, and of the alternatives to them."""
     fixed = set(config.given)
-    for names in ALTERNATIVES:
-        fixed |= names if fixed & names else set()
+    for group in ALTERNATIVES:
+        fixed |= group if fixed & group else set()
     return fixed | ({"time_distribution"} if name_of(config.flow.flow) else set())  # other flows may have none
 
 
@@ -258,7 +260,7 @@ def _starter_of(config: TrainConfig, sides: tuple[int, ...]) -> plan.Starter:
     if config.init.init_from == STARTER:
         return "requested"
     data, unlike = config.data, {"init_from", "prediction", "space", "alpha"} & config.given
-    own_pictures = data.dataset_path is not None and not data.space and not name_of(config.flow.flow)
-    fits = min(sides) in plan.STARTER_SIDES.get(config.starter, ())
-    suits = config.method == "rectified" and own_pictures and not unlike and fits
+    named = data.dataset_path is None and name_of(data.dataset) in (SYNTHETIC_FLOWERS, *names("dataset"))
+    fits = min(sides) in plan.STARTER_SIDES.get(config.starter, ()) and not data.space and not named
+    suits = config.method == "rectified" and not name_of(config.flow.flow) and not unlike and fits
     return "suited" if suits and config.teacher.teacher is None else "unsuited"

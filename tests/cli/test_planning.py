@@ -211,6 +211,10 @@ def test_stratified_times_are_not_chosen_for_other_flows_or_times() -> None:
         (TrainConfig, "--autoencoder small --init_from none", {"starter": "unsuited"}),
         (TrainConfig, "--autoencoder small --image_size 256", {"starter": "unsuited", "sides": (32, 32)}),
         *(
+            (TrainConfig, f"--dataset {name} --budget 1h --autoencoder small", {"starter": starter})
+            for name, starter in (("me/cats", "suited"), ("synthetic-flowers", "unsuited"))
+        ),
+        *(
             (TrainConfig, words, {"starter": "unsuited"})
             for words in ("--alpha", "--prediction clean", "--init_from runs/other", "--init_from None")
         ),
@@ -229,7 +233,7 @@ def test_stratified_times_are_not_chosen_for_other_flows_or_times() -> None:
 )
 def test_the_facts_of_a_run(kind: type[TrainConfig], words: str, expected: dict[str, object]) -> None:
     PartialState()
-    config = parse(kind, "", f"--dataset_path pictures {words}".split())
+    config = parse(kind, "", f"{'' if '--dataset' in words else '--dataset_path pictures'} {words}".split())
     space = build_space(config.data) if config.starter == "small" else Pixels()
     facts = facts_of(config, 800, "1h", space, "")
     assert {name: getattr(facts, name) for name in expected} == expected
