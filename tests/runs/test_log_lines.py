@@ -46,7 +46,7 @@ def test_a_damaged_line_is_dropped(tmp_path: Path, damage: bytes) -> None:
 
 
 def test_two_measurements_of_one_name_are_refused(tmp_path: Path) -> None:
-    log = RunLog(None, tmp_path, 0)  # type: ignore[arg-type]
+    log = RunLog(None, tmp_path, 0)
     log.open("sharpness")
     for name in ("sharpness", "metrics"):
         with pytest.raises(UsageError, match=rf"two measurements would write {name}\.jsonl"):
