@@ -114,7 +114,7 @@ def add_columns(
     state, columns = PartialState(), dict[str, Column]()
     for found in find_columns(pictures, flags.condition_on, source):
         if found.name in columns:
-            raise UsageError(f"--condition_on {found.column}: another column becomes {found.name}, too: rename one")
+            raise UsageError(f"--condition_on {found.column}: another column is {found.name}, too; rename one of them")
         if kinds is not None:
             kind = kinds.get(found.name)
         else:

@@ -177,7 +177,7 @@ def passes_of(augment: float) -> int:
 
 
 def limit_of(pictures: int, augment: float) -> int:
-    """Return the largest number of images of a run on so many pictures."""
+    """Return the largest number of training images, repeats included, for a number of pictures."""
     return max(MIN_LIMIT, passes_of(augment) * pictures)
 
 

@@ -238,7 +238,7 @@ def _grid_of(outputs: Outputs, variants: int) -> Any:
         groups = max(1, round((len(rows) / across) ** 0.5))  # of a picture and its results, side by side
         return to_grid(torch.cat(cells), across * groups, legend=legend)
     images = read_pictures(files if request.columns else files[:GRID_PICTURES])
-    several = [texts for texts in request.texts.values() if len({*texts}) > 1]  # in which the pictures differ
+    several = [texts for texts in request.texts.values() if len({*texts}) > 1]  # texts that differ between pictures
     below = [", ".join(str(texts[row % len(texts)]) for texts in several) for row in range(len(images))]
     return to_grid(images, request.columns, below if several else None, legend)
 

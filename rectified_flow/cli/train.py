@@ -141,7 +141,7 @@ def check_flags(config: TrainConfig) -> None:
     check_outside("source_path", source, **written)
     network, flow = choose_network(config.network), choose_flow(config)
     noisy = config.source.source_noise > 0 and not config.source.as_start
-    refuse({"source_noise": noisy}, "has no effect on a source that is a condition: pass --source_as start")
+    refuse({"source_noise": noisy}, "has no effect if the source is a condition: pass --source_as start")
     one_step, is_map = config.program.one_step, issubclass(flow.target, FlowMap)
     refuse({"one_step": one_step and is_map}, f"is for rectified flows, not --method {method}: leave it out")
     if (one_step or is_map) and not takes_interval(network.target):

@@ -42,7 +42,7 @@ class RunIdentity:
     precision: str
     """Precision of the forward pass."""
     origin: str = "new"
-    """Another value only in runs of earlier versions."""
+    """Always "new", except in runs of earlier versions."""
 
 
 @dataclass

@@ -76,7 +76,7 @@ class BackgroundSaver:
         return None if self._writing is None else self._writing.result(seconds)
 
     def is_behind(self) -> bool:
-        """Wait for the disk, and return whether the last step is missing."""
+        """Wait for the checkpoint in writing, and return whether the last step is missing."""
         self.wait()
         return bool(self._problem)
 

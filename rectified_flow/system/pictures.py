@@ -79,7 +79,7 @@ def open_picture(source: Path | IO[bytes]) -> Image.Image:
 
 
 def content_of(source: Path | IO[bytes]) -> str | None:
-    """Return the content of a file that is no picture, and what to do; None if it is unknown or cannot be read."""
+    """Describe the content of a file that is not a picture, with advice; None if it is unknown or cannot be read."""
     head = b" "
     with suppress(OSError), open_regular(source) if isinstance(source, Path) else source as file:
         file.seek(0)

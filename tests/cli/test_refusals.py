@@ -68,7 +68,7 @@ REFUSALS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("--source_path {paired.data}/from --output_dir {paired.data}/from/run", "lies inside --source_path"),
         ("--paired", "--paired needs --source_path"),
         ("--source_as start", "--source_as needs --source_path or --degrade"),
-        ("--degrade grey --source_noise 0.1", "--source_noise has no effect on a source that is a condition"),
+        ("--degrade grey --source_noise 0.1", "--source_noise has no effect if the source is a condition: pass"),
         ("--source_path {paired.data}/from --paired --coupling ot", "--paired and --coupling exclude each other"),
         ("--source_path {paired.data}/from --coupling immiscible", "coupling immiscible is for noise"),
         ("--source_path {paired.data}/from --source_as condition --coupling ot", "coupling ot is for noise"),

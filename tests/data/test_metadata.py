@@ -239,7 +239,7 @@ def test_bad_metadata_is_named(folder: Path, suffix: str, content: str | bytes, 
         ("size size=colour", "--condition_on size=colour is not a type: pass "),
         ("text text=number", "--condition_on text has numbers, but 'a' for the picture 00.png"),
         ("all colour=label", "--condition_on colour does not exist in pictures"),
-        ("size number number!", "--condition_on number!: another column becomes number, too: rename one"),
+        ("size number number!", "--condition_on number!: another column is number, too; rename one of them"),
     ],
 )
 def test_flags_that_do_not_suit_the_columns(folder: Path, flags: str, sentence: str) -> None:

@@ -9,7 +9,7 @@ from rectified_flow import register
 
 
 class SignDescent(torch.optim.Optimizer):
-    """Steps of equal size in each coordinate, which shrink with the number of steps that the groups count."""
+    """Descent by signs whose step size shrinks with a step count that is stored in the parameter groups."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
