@@ -87,7 +87,7 @@ function begin(description) {
   for (const name of ["seed-row", "seeds", "seed-keys"]) at(name).hidden = !isRandom() && !drawsLabels();
   at("walk-row").hidden = !map || at("seed-row").hidden;
   at("way").hidden = map;
-  at("drop").hidden = isPictureless();
+  at("drop").hidden = !takesPicture();
   at("steps").max = Math.max(model.steps, MOST_STEPS[model.kind]);
   at("steps").value = model.steps;
   at("guidance").value = model.guidance ?? 1; // earlier exports have no default
@@ -335,14 +335,14 @@ function restore() {
   conditions.restore(settings);
 }
 
-/** Whether the page can encode no picture for the model, which works on latents or measurements. */
-const isPictureless = () => Boolean(model.decoder ?? model.fields);
+/** Whether the page can encode a picture for the model, which it cannot for latents and for measurements. */
+const takesPicture = () => !model.decoder && !model.fields;
 
 /** Give the picture in a file, once there is a model, unless another one is given or removed in the meantime. */
 async function take(file) {
   const mine = ++taken;
   await beginning;
-  if (isPictureless()) return fail("This model generates pictures from noise alone.");
+  if (!takesPicture()) return fail("This model generates pictures from noise alone.");
   const rgba = await readPicture(file, shape).catch(() => null);
   if (mine !== taken) return;
   if (rgba) give(degraded(model, fromPixels(rgba, shape[0])));
