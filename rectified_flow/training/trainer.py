@@ -158,7 +158,7 @@ class Trainer:
                         if hasattr(self.flow, "progress"):
                             self.flow.progress = self.state.step / self.total_steps  # type: ignore[assignment]
                         self.stepper.take(batches)
-                        self._saved = None
+                        self._saved, self._is_best = None, False
                         bar.update()
                         with self.throughput.paused():
                             for callback in self.callbacks:
@@ -283,10 +283,9 @@ class Trainer:
         self.stepper.finish_pending()
         distributed.check_equal_weights(self.accelerator, self.state.parameters.values())
         self.state.require_sound()
-        state, best = self.state, self._is_best
-        self._is_best = False
+        state = self.state
         counters = state.counters(distributed.gather_scalars(self.accelerator, state.sums))
-        self._saved = self.run.save(state.step, state.tensors(), counters, best=best)
+        self._saved = self.run.save(state.step, state.tensors(), counters, best=self._is_best)
         for callback in self.callbacks:
             callback.on_checkpoint(self, self._saved)
 

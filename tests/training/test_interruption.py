@@ -24,6 +24,7 @@ from rectified_flow.runs.checkpoint import Tensors
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.run import BackgroundSaver
 from rectified_flow.system.signals import Interrupted, stop_on_signals
+from rectified_flow.training.evaluations import Callback
 from rectified_flow.training.trainer import Trainer
 from tests.patience import PATIENCE
 from tests.ranks import run_on_ranks
@@ -211,10 +212,11 @@ def train_on_a_full_disk(output_dir: Path) -> dict[str, int]:
 
 
 def test_a_slow_disk_does_not_lose_the_last_step(tmp_path: Path) -> None:
-    """Step 3 is still being written when step 4, the last one, is to be saved, and the other rank waits."""
+    """Step 3 is being written when step 4, the last and the best one, is to be saved, and the other rank waits."""
     results = run_on_ranks(2, train_on_a_slow_disk, tmp_path)
     assert results == [{"world_size": 2, "step": 4}] * 2
-    assert checkpoint.newest_checkpoint(tmp_path / "checkpoints") == tmp_path / "checkpoints/step_00000004"
+    checkpoints = tmp_path / "checkpoints"
+    assert checkpoint.newest_checkpoint(checkpoints) == checkpoint.best_of(checkpoints) == checkpoints / "step_00000004"
     assert json.loads((tmp_path / "status.json").read_text())["state"] == "finished"
 
 
@@ -227,4 +229,12 @@ def train_on_a_slow_disk(output_dir: Path) -> dict[str, int]:
 
     checkpoint.save = save_slowly
     config = tiny_config(output_dir, train_num_steps=4, save_every=3, rank_timeout=2.0)
-    return train(config, tiny_dataset(output_dir / "cache"))
+    return train(config, tiny_dataset(output_dir / "cache"), callbacks=[Best()])
+
+
+class Best(Callback):
+    """Calls the last step the best one."""
+
+    def on_step(self, trainer: Trainer) -> None:
+        if trainer.is_due(0):
+            trainer.save_as_best()
