@@ -11,7 +11,7 @@ import pytest
 from scripts.house import circle, code_lines, files_in
 from tests.patience import PATIENCE
 
-CEILING = 10_161
+CEILING = 10_221
 """Largest number of code lines of the package, by scripts/house.py."""
 PACKAGE = Path(__file__).resolve().parent.parent / "rectified_flow"
 LEAVES = {path.stem for path in PACKAGE.glob("[!_]*.py")} - {"load", "hub"} | {""}

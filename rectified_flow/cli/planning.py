@@ -44,7 +44,7 @@ from rectified_flow.training.trainer import build_accelerator, choose_precision
 DEFAULT_BUDGET = "1h"
 """Budget of runs on a folder of pictures and of runs with a teacher, unless a flag gives the length."""
 LENGTH_FLAGS = {"num_epochs", "train_num_steps"}
-BATCH_FLAGS = {"global_batch_size", "batch_size"}
+BATCH_FLAGS = {"global_batch_size", "batch_size", "gradient_accumulation_steps"}
 NETWORK_FLAGS = ("network", "dim", "dim_mults")
 SIZE_FLAGS = {
     *("image_size", "aspect_ratio", "crop", "alpha", "space", "autoencoder", "augment"),
@@ -100,7 +100,8 @@ def _choose_size(config: TrainConfig, source: ImageSource, sides: Sequence[int],
             continue
         flags = {"image_size": side, "autoencoder": autoencoder}
         count = state.num_processes * (plan.MIN_BATCH_OF_LATENTS if autoencoder else plan.MIN_BATCH)
-        unknown = {"batch_size": None, "use_cfg": False, "guidance_scale": 1.0}  # before the data are open
+        # Neither the batch nor the conditions are known before the data are open.
+        unknown = {"batch_size": None, "gradient_accumulation_steps": None, "use_cfg": False, "guidance_scale": 1.0}
         tried = replaced(config, {**flags, **unknown, "global_batch_size": count})
         space = build_space(tried.data)
         network = plan.network_of(plan.STARTER_DIMS[bool(autoencoder)], (space.shape or ())[1:])
@@ -218,7 +219,7 @@ def print_speed(config: TrainConfig, pictures: int, conditions: ConditionSpecs, 
     batch = config.run.split_batch(state.num_processes)
     if speed.rate == 0 or (state.device.type == "cpu" and speed.memory > memory()):
         needed = f"a step of {batch.per_process:,} images does not fit into the memory ({speed.memory / 1e9:,.1f} GB)"
-        remedy = "lower --batch_size (with --global_batch_size, gradients are accumulated), --image_size or --dim"
+        remedy = "lower --batch_size (--gradient_accumulation_steps makes up for it), --image_size or --dim"
         raise UsageError(f"{needed}: {remedy}")
     step, steps = batch.total / speed.rate, config.run.total_steps(batch, _count_items(config, pictures))
     state.print(lines({"speed": speed, "time": f"{duration(step)} a step, {duration(step * steps)} in all"}))

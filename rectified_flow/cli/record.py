@@ -41,7 +41,7 @@ def config_of(path: Path, kind: type[C] = TrainConfig) -> C:  # type: ignore[ass
 def begun_config(config: C) -> C | None:
     """Return the config that the run of ``config`` began with, or None if it begins now. Call in one process only."""
     run = config.run
-    found = checkpoint.list_checkpoints(run.checkpoints)
+    found = checkpoint.list_checkpoints(run.checkpoint_dir or checkpoint.place_of(run.output_dir))
     distilled = DistillationData.of(config)
     if not found and distilled is not None and _stored_source(distilled) is not None:
         found = [run.output_dir]  # killed while the data of the teacher were generated
@@ -68,7 +68,8 @@ def resolved(config: C) -> tuple[C, bool]:
         if total is not None and "global_batch_size" not in config.given:  # the number of processes may have changed
             share, most = max(total // state.num_processes, 1), known.run.batch_size
             batch = most and next(each for each in range(min(share, most), 0, -1) if share % each == 0)
-            known = replaced(known, {"global_batch_size": share * state.num_processes, "batch_size": batch})
+            sizes = {"global_batch_size": share * state.num_processes, "batch_size": batch}
+            known = replaced(known, sizes | {"gradient_accumulation_steps": config.run.gradient_accumulation_steps})
         return known, True
     config = _with_data_seed(replaced(config, {"method": config.method}))
     if config.method in ("mean_flow", "distill") and "lr_decay" not in config.given:

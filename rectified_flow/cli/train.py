@@ -64,6 +64,8 @@ def one_step_of(config: TrainConfig) -> OneStepConfig:
     shared = {name: values[name] for name in config.given if rules[name].local and name not in rules_of(RunData)}
     flags: dict[str, Any] = {"teacher": run.output_dir, "output_dir": run.output_dir / "one-step"}
     flags |= {"budget": planning.budget_of(config), "seed": run.seed, **shared}
+    if run.checkpoint_dir is not None:
+        flags["checkpoint_dir"] = run.checkpoint_dir / "one-step"
     made = replaced(OneStepConfig(), flags)
     object.__setattr__(made.program, "given", frozenset(flags))
     return made
@@ -136,7 +138,8 @@ def check_flags(config: TrainConfig) -> None:
     needed = "has no effect with --teacher" if has_teacher else "needs --teacher: pass the run of a rectified flow"
     refuse({f"method {method}": (method in ("distill", "reflow")) != has_teacher}, needed)
     source = config.source.source_path
-    written = {"output_dir": config.run.output_dir, "cache_dir": config.data.cache_dir}
+    run = config.run
+    written = {"output_dir": run.output_dir, "checkpoint_dir": run.checkpoint_dir, "cache_dir": config.data.cache_dir}
     check_outside("dataset_path", config.data.dataset_path, **written, source_path=source)
     check_outside("source_path", source, **written)
     network, flow = choose_network(config.network), choose_flow(config)

@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 from rectified_flow.errors import DamageError, UsageError, first_line
 from rectified_flow.runs.config import CHECKPOINTS
 from rectified_flow.system.artifact import CHECKPOINT, MANIFEST, Artifact, Natural, find_damage, read_manifest, remove
-from rectified_flow.system.files import read_bytes, read_document, reading, replace_file
+from rectified_flow.system.files import read_bytes, read_document, reading, replace_file, usable_path
 from rectified_flow.system.terminal import warn_once
 
 EARLY, LATEST_EARLY = 1 / 8, 1 / 4
@@ -198,6 +198,15 @@ def newest_checkpoint(folder: Path, names: Collection[str] | None = None) -> Pat
     return None
 
 
+def place_of(run: Path) -> Path:
+    """Return the folder of the checkpoints of the run in a folder: that of ``--checkpoint_dir``, if it had one."""
+    with suppress(UsageError):
+        training = read_document(run / CONFIG_FILE, dict[str, Any]).get("training")
+        if isinstance(training, dict) and isinstance(place := training.get("checkpoint_dir"), str):
+            return usable_path("checkpoint_dir", Path(place))
+    return run / CHECKPOINTS
+
+
 def resolve(path: Path, names: Collection[str] | None = FLOW_FILES) -> Path:
     """Return the checkpoint at ``path``, the newest of a run's folder, or the checkpoint that ``best`` names."""
     if path.name == BEST:
@@ -206,7 +215,7 @@ def resolve(path: Path, names: Collection[str] | None = FLOW_FILES) -> Path:
         if problem := find_damage(path, names=names):
             raise UsageError(f"checkpoint {path} is damaged: {problem}")
         return path
-    newest = newest_checkpoint(path / CHECKPOINTS, names) or newest_checkpoint(path, names)
+    newest = newest_checkpoint(place_of(path), names) or newest_checkpoint(path, names)
     if newest is None:
         raise UsageError(f"there is no checkpoint at {path}: pass the folder of a run, or one of its checkpoints")
     return newest

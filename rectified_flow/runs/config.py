@@ -28,8 +28,9 @@ Tracker = Literal["none", "tensorboard", "trackio", "wandb"]
 Resume = Literal["auto", "never"]
 LrDecay = Literal["none", "cosine", "rsqrt"]
 DEFAULT_BATCH_SIZE = 64
+LARGEST_BATCH = 2**24
 DEFAULT_TRAIN_NUM_STEPS = 100_000
-BatchSize = Annotated[int, Interval(gt=0, le=2**24)]
+BatchSize = Annotated[int, Interval(gt=0, le=LARGEST_BATCH)]
 CHECKPOINTS = "checkpoints"
 
 
@@ -45,6 +46,8 @@ class TrainingConfig(Flags):
     """Per-process micro-batch size."""
     global_batch_size: BatchSize | None = None
     """Items per optimizer step over all processes; with --batch_size, gradients are accumulated to reach it."""
+    gradient_accumulation_steps: Annotated[BatchSize | None, default_is("1, or as the two batch sizes imply")] = None
+    """Micro-batches of each process per optimizer step."""
     train_num_steps: Annotated[Positive | None, default_is("100000")] = None
     """Optimizer steps; excludes --num_epochs."""
     num_epochs: Annotated[PositiveNumber | None, flag(excludes="train_num_steps")] = None
@@ -71,8 +74,14 @@ class TrainingConfig(Flags):
     """Compile the loss with torch.compile."""
     output_dir: Annotated[Path, flag(recorded=False)] = Path("runs/rectified-flow")
     """Folder for the config, metrics, plot, samples and checkpoints."""
+    checkpoint_dir: Annotated[Path | None, flag(local=True), default_is("OUTPUT_DIR/checkpoints")] = None
+    """Folder for the checkpoints, from which the run resumes."""
     resume: Annotated[Resume, flag(recorded=False)] = "auto"
     """auto: resume from the newest checkpoint, if any; never: refuse a folder that holds checkpoints."""
+    resume_from_checkpoint: Annotated[
+        str | None, flag(recorded=False, excludes="resume"), default_is("latest, as --resume auto")
+    ] = None
+    """Only latest: a run that is started again with its command resumes from its newest checkpoint anyway."""
     save_every: Natural = 1000
     """Steps between checkpoints; 0 saves only the last step."""
     keep_checkpoints: Natural = 3
@@ -96,24 +105,32 @@ class TrainingConfig(Flags):
         super().__post_init__()
         if self.log_with == "trackio" and find_spec("trackio") is None:  # Accelerate would log nothing
             raise UsageError("--log_with trackio needs the Python package trackio: pip install trackio")
+        if self.resume_from_checkpoint not in (None, "latest"):
+            other = f"--resume_from_checkpoint is {self.resume_from_checkpoint}; it must be latest"
+            remedy = "the same command resumes its run, and --init_from PATH starts a new run from the weights at PATH"
+            raise UsageError(f"{other}: {remedy}")
 
     @property
     def checkpoints(self) -> Path:
         """Folder of the checkpoints."""
-        return self.output_dir / CHECKPOINTS
+        return self.checkpoint_dir or self.output_dir / CHECKPOINTS
 
     def split_batch(self, world_size: int) -> GlobalBatch:
         """Split the global batch over processes and accumulation.
 
         Raises:
-            UsageError: if the numbers do not divide.
+            UsageError: if the numbers do not divide, or the batch is too large.
         """
-        total = self.global_batch_size
+        total, per_process, accumulation = self.global_batch_size, self.batch_size, self.gradient_accumulation_steps
         if total is None:
-            return GlobalBatch(self.batch_size or DEFAULT_BATCH_SIZE, world_size)
-        per_process = self.batch_size or max(1, total // world_size)
-        batch = GlobalBatch(per_process, world_size, max(1, total // (per_process * world_size)))
-        if batch.total != total:
+            batch = GlobalBatch(per_process or DEFAULT_BATCH_SIZE, world_size, accumulation or 1)
+        else:
+            per_process = per_process or max(1, total // (world_size * (accumulation or 1)))
+            batch = GlobalBatch(per_process, world_size, accumulation or max(1, total // (per_process * world_size)))
+        if batch.total > LARGEST_BATCH:
+            remedy = "lower --batch_size or --gradient_accumulation_steps"
+            raise UsageError(f"a step would train on {batch}, more than {LARGEST_BATCH} items: {remedy}")
+        if total is not None and batch.total != total:
             raise UsageError(f"--global_batch_size {total} cannot be split evenly: {batch}")
         return batch
 

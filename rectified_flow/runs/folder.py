@@ -109,7 +109,7 @@ def prepare_folders(config: TrainingConfig) -> None:
     claim(prepare_folder("output_dir", config.output_dir), RUN_FILES, ours=known)
     if not known and config_file.exists():  # such as that of a saved model
         raise UsageError(f"{config_file} is damaged or does not belong to a run: choose another --output_dir")
-    folder = prepare_folder("output_dir", config.checkpoints)
+    folder = prepare_folder("checkpoint_dir" if config.checkpoint_dir else "output_dir", config.checkpoints)
     claim(folder, [BEST], ours=any(map(is_artifact, folder.glob("step_*"))))
     for step in folder.glob("step_" + "[0-9]" * 8):
         if not checkpoint.is_checkpoint(step):
@@ -117,14 +117,18 @@ def prepare_folders(config: TrainingConfig) -> None:
 
 
 def lock_folder(config: TrainingConfig, held: ExitStack) -> None:
-    """Create the folder of a run, and lock it until ``held`` closes.
+    """Create the folders of a run, and lock them until ``held`` closes.
 
-    The operating system releases the lock when the process ends, even if it is killed.
+    The operating system releases the locks when the process ends, even if it is killed.
     """
     prepare_folders(config)
     folder, status = config.output_dir, read_status(config.output_dir)
     busy = f"process {status.get('pid')} on {status.get('host')} is training in --output_dir {folder}"
     held.enter_context(locked(folder / LOCK_FILE, busy, LOCK_TIMEOUT))
+    place = config.checkpoint_dir
+    if place is not None and place.resolve() != folder.resolve():  # another run may save there, too
+        busy = f"another run saves into --checkpoint_dir {place}"
+        held.enter_context(locked(place / LOCK_FILE, busy, LOCK_TIMEOUT))
 
 
 MAY_CHANGE = (

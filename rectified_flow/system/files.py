@@ -143,8 +143,10 @@ def usable_path(name: str, path: Path) -> Path:
     """Return ``path`` with ``~`` expanded."""
     try:
         str(path).encode()  # a JSON file cannot contain a name that is not UTF-8
+        if "\0" in str(path):
+            raise ValueError("its name contains a null character")
         return path.expanduser()
-    except (UnicodeError, RuntimeError) as error:
+    except (ValueError, RuntimeError) as error:
         reason = "its name is not UTF-8" if isinstance(error, UnicodeError) else str(error).rstrip(".")
         raise UsageError(f"{name} {printable(path)} cannot be used ({reason}): choose another path") from error
 

@@ -21,8 +21,9 @@ method flow prediction coupling time_distribution guidance_scale
 teacher teacher_samples teacher_steps teacher_dir autoguidance
 source_path paired degrade source_as source_noise
 condition_on text_encoder text_tokens
-batch_size global_batch_size train_num_steps num_epochs optimizer learning_rate lr_warmup_steps
-lr_decay max_grad_norm mixed_precision ema_decay seed compile output_dir resume save_every
+batch_size global_batch_size gradient_accumulation_steps train_num_steps num_epochs optimizer
+learning_rate lr_warmup_steps lr_decay max_grad_norm mixed_precision ema_decay seed compile output_dir checkpoint_dir resume
+resume_from_checkpoint save_every
 keep_checkpoints sample_every num_samples sample_steps log_every log_with rank_timeout num_workers
 evaluate_every evaluation_samples feature_network stop_when_memorising
 import config budget one_step dry_run
@@ -56,6 +57,9 @@ def test_underscores_and_hyphens() -> None:
         ("--one_step --prediction noise", "--prediction and --one_step exclude each other: pass one"),
         ("--one_step --flow Guest", "--one_step and --flow exclude each other: pass one"),
         ("--degrade grey --coupling ot", "--degrade and --coupling exclude each other: pass one"),
+        ("--resume_from_checkpoint runs/a", "it must be latest: the same command resumes its run"),
+        ("--resume_from_checkpoint latest --resume never", "--resume_from_checkpoint and --resume exclude each other"),
+        ("--gradient_accumulation_steps 0", "--gradient_accumulation_steps is 0; it must be greater than 0"),
         ("--learning_rate -1", "--learning_rate is -1.0; it must be greater than 0"),
         ("--log_every 0", "--log_every is 0; it must be greater than 0"),
         ("--save_every -1", "--save_every is -1; it must be greater than or equal to 0"),
@@ -81,6 +85,22 @@ def test_what_makes_no_sense_is_refused(words: str, sentence: str) -> None:
         ({"batch_size": 16}, 8, "16 per process x 8 processes x 1 accumulation = 128"),
         ({"global_batch_size": 128}, 8, "16 per process x 8 processes x 1 accumulation = 128"),
         ({"global_batch_size": 128, "batch_size": 8}, 4, "8 per process x 4 processes x 4 accumulation = 128"),
+        ({"gradient_accumulation_steps": 2}, 1, "64 per process x 1 process x 2 accumulation = 128"),
+        (
+            {"batch_size": 32, "gradient_accumulation_steps": 2},
+            4,
+            "32 per process x 4 processes x 2 accumulation = 256",
+        ),
+        (
+            {"global_batch_size": 128, "gradient_accumulation_steps": 2},
+            4,
+            "16 per process x 4 processes x 2 accumulation = 128",
+        ),
+        (
+            {"global_batch_size": 128, "batch_size": 8, "gradient_accumulation_steps": 8},
+            2,
+            "8 per process x 2 processes x 8 accumulation = 128",
+        ),
     ],
 )
 def test_batch_arithmetic(flags: dict[str, Any], world_size: int, expected: str) -> None:
@@ -94,11 +114,19 @@ def test_batch_arithmetic(flags: dict[str, Any], world_size: int, expected: str)
         ({"global_batch_size": 100, "batch_size": 16}, 1),
         ({"global_batch_size": 4, "batch_size": 8}, 1),
         ({"global_batch_size": 4}, 8),
+        ({"global_batch_size": 128, "gradient_accumulation_steps": 3}, 4),
+        ({"global_batch_size": 128, "batch_size": 8, "gradient_accumulation_steps": 2}, 2),
     ],
 )
 def test_a_batch_that_does_not_divide_is_refused(flags: dict[str, Any], world_size: int) -> None:
     with pytest.raises(UsageError, match=f"--global_batch_size {flags['global_batch_size']} cannot be split evenly"):
         TrainingConfig(**flags).split_batch(world_size)
+
+
+def test_a_batch_that_no_memory_holds_is_refused() -> None:
+    flags = TrainingConfig(batch_size=2**20, gradient_accumulation_steps=2**20)
+    with pytest.raises(UsageError, match="more than 16777216 items: lower --batch_size or --gradient_accumulation"):
+        flags.split_batch(1)
 
 
 def test_lengths() -> None:
