@@ -34,12 +34,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from turns import describe_machine, synchronized
 
 from rectified_flow.cli import build
-from rectified_flow.cli.config import NetworkConfig, OneStepConfig, TrainConfig
-from rectified_flow.cli.data import open_pictures
+from rectified_flow.cli.config import DataConfig, NetworkConfig, OneStepConfig, TrainConfig
+from rectified_flow.cli.data import build_space
+from rectified_flow.cli.settings import Settings
 from rectified_flow.cli.train import train as run_training
-from rectified_flow.data.config import DataConfig
+from rectified_flow.data.open import Pictures
 from rectified_flow.data.stream import Batch
 from rectified_flow.distributed import join_processes
+from rectified_flow.flags import values_of
 from rectified_flow.flows.flow import Flow, sample_batches
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.networks.unet import to_device
@@ -123,15 +125,15 @@ class Bench:
         """A run of :data:`STEPS` steps in this process, with which others are compared."""
         return train(self, "undisturbed", STEPS)
 
-    def data(self, size: Size) -> DataConfig:
-        """Return the flags of the pictures, which are noise."""
+    def data(self, size: Size) -> Pictures:
+        """Return the description of the pictures, which are noise."""
         pictures = self.folder / f"pictures-{size.image_size}"
         if not pictures.exists():
             pictures.mkdir()
             shape, generator = (PICTURES, 3, size.image_size, size.image_size), torch.Generator().manual_seed(0)
             for index, each in enumerate(torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)):
                 write_png(each, str(pictures / f"{index:03d}.png"))
-        return DataConfig(dataset_path=pictures, image_size=size.image_size, cache_dir=self.folder / "cache")
+        return Pictures(dataset_path=pictures, image_size=size.image_size, cache_dir=self.folder / "cache")
 
     def trainer(self, kind: Kind, size: Size, *, compiled: bool = False) -> Trainer:
         """Build a Trainer whose stepper is ready, in the default precision of this device."""
@@ -142,7 +144,7 @@ class Bench:
             output_dir=self.folder / "run",
         )
         with quiet():
-            return Trainer(build_flow(kind, size), open_pictures(self.data(size)), run)
+            return Trainer(build_flow(kind, size), self.data(size).open(), run)
 
 
 # The same numbers as on a CPU
@@ -268,9 +270,8 @@ def build_flow(kind: Kind, size: Size) -> Flow:
     """Build a flow on the CPU, with the weights of a seed."""
     torch.manual_seed(0)
     data, network = DataConfig(image_size=size.image_size), NetworkConfig(dim=size.dim, dim_mults=size.dim_mults)
-    if kind == "rectified":
-        return build.build_flow(TrainConfig(data, network), {})
-    return build.build_flow(OneStepConfig(data, network), {})
+    values = TrainConfig(data, network) if kind == "rectified" else OneStepConfig(data, network)
+    return build.build_flow(values, {}, build_space(data))
 
 
 def fill_zeros(flow: nn.Module) -> Any:
@@ -358,8 +359,10 @@ def train(bench: Bench, name: str, steps: int) -> Path:
         num_samples=0,
         output_dir=bench.folder / name,
     )
+    pictures, network = bench.data(size), NetworkConfig(dim=size.dim, dim_mults=size.dim_mults)
+    data = DataConfig(dataset_path=pictures.dataset_path, image_size=size.image_size, cache_dir=pictures.cache_dir)
     with quiet():
-        run_training(TrainConfig(bench.data(size), NetworkConfig(dim=size.dim, dim_mults=size.dim_mults), run=run))
+        run_training(Settings(TrainConfig, {"given": values_of(TrainConfig(data, network, run=run))}))
     return run.output_dir
 
 

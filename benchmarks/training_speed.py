@@ -28,9 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from turns import PEER, Contender, Row, Times, Turns, ratio, take_turns
 
 from rectified_flow.cli.build import build_flow
-from rectified_flow.cli.config import NetworkConfig, TrainConfig
-from rectified_flow.cli.data import open_pictures
-from rectified_flow.data.config import DataConfig
+from rectified_flow.cli.config import DataConfig, NetworkConfig, TrainConfig
+from rectified_flow.cli.data import build_space, data_of
 from rectified_flow.data.sources.synthetic_flowers import SyntheticFlowers
 from rectified_flow.distributed import join_processes
 from rectified_flow.runs.config import TrainingConfig
@@ -75,11 +74,11 @@ def write_photographs(folder: Path, count: int) -> None:
         Image.fromarray(picture).crop((0, 0, *PHOTOGRAPH)).save(folder / f"{index:05d}.jpg", quality=90)
 
 
-def train_ours(config: TrainConfig, turns: Turns) -> None:
+def train_ours(values: TrainConfig, turns: Turns) -> None:
     """Train with this project's Trainer, a round of steps at a time."""
     join_processes()
-    flow = build_flow(config, {})
-    trainer = Trainer(flow, open_pictures(config.data), config.run)
+    flow = build_flow(values, {}, build_space(values.data))
+    trainer = Trainer(flow, data_of(values.data, values.source, values.columns).open(), values.run)
     turns.facts["parameters"] = sum(parameter.numel() for parameter in flow.parameters())
     take, images = trainer.stepper.take, trainer.batch.total
 

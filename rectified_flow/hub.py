@@ -1,7 +1,6 @@
 """Save flows for the Hugging Face hub, load them again, and write their model cards."""
 
 import json
-import re
 from collections.abc import Mapping
 from os.path import lexists
 from pathlib import Path
@@ -10,7 +9,8 @@ from typing import Any
 
 from huggingface_hub import HfApi, ModelCard, ModelCardData, snapshot_download
 
-from rectified_flow.flags import flags_in, name_of, plain, refuse, rules_of
+from rectified_flow.data.description import described_data
+from rectified_flow.flags import plain, refuse, rules_of
 from rectified_flow.flows.flow import Flow, network_of
 from rectified_flow.load import Trained, build_flow, model_hash, read_results
 from rectified_flow.registry import describe
@@ -123,9 +123,9 @@ def model_card(flow: Flow, *, metadata: Mapping[str, Any] | None = None, **texts
 
 def card_of_run(trained: Trained, license_name: str | None) -> dict[str, Any]:
     """Return arguments of :func:`model_card` on the data, the training, and the evaluation of the weights."""
-    flags, defaults, rules = flags_in(trained.config), plain(TrainingConfig()), rules_of(TrainingConfig)
-    name, folder = name_of(flags.get("dataset", "")), flags.get("dataset_path")
-    is_id = folder is None and re.fullmatch(r"\w[\w.-]*/[\w.-]+", name) and not Path(name).exists()
+    flags, defaults, rules = trained.flags, plain(TrainingConfig()), rules_of(TrainingConfig)
+    data = described_data(trained.config.get("data", {}))
+    hub_id = None if data is None else data.hub_id
     model = model_hash(trained.flow)
     results = [
         result
@@ -140,10 +140,10 @@ def card_of_run(trained: Trained, license_name: str | None) -> dict[str, Any]:
     return {
         "metadata": {
             "license": license_name,
-            "datasets": [name] if is_id else None,
+            "datasets": None if hub_id is None else [hub_id],
             "tags": ["flow-matching", "mean-flow" if trained.flow.is_map else "rectified-flow"],
         },
-        "dataset": name if is_id else Path(folder or name).name,  # no path of this machine
+        "dataset": hub_id or Path("" if data is None else data.name).name,  # no path of this machine
         "training": json.dumps(training, indent=1) if training else None,
         "results": results,
     }

@@ -65,6 +65,16 @@ class Trained:
     """Identity of the run that wrote the checkpoint; None if the checkpoint contains weights only."""
 
     @property
+    def flags(self) -> Mapping[str, Any]:
+        """The flags of the run, as its ``config.json`` has them."""
+        return self.config.get("training", {})
+
+    @property
+    def is_taught(self) -> bool:
+        """Whether the run learned from the samples of a teacher."""
+        return self.flags.get("teacher") is not None
+
+    @property
     def run_folder(self) -> Path:
         """The folder of the run that wrote the checkpoint."""
         return self.source.parent.parent if self.source.parent.name == CHECKPOINTS else self.source.parent

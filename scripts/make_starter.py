@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rectified_flow.cli.config import STARTERS
-from rectified_flow.flags import flags_in, name_of
+from rectified_flow.parts import name_of
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.folder import read_config
 
@@ -34,7 +34,7 @@ def main() -> None:
     arguments = parser.parse_args()
     source = checkpoint.resolve(arguments.run)
     averaged = checkpoint.load_tensors(source, *checkpoint.averaged_files(source))
-    flags = flags_in(read_config(source / checkpoint.CONFIG_FILE))
+    flags = read_config(source / checkpoint.CONFIG_FILE)["training"]
     tensors = {checkpoint.MODEL_FILE: {name: value.half() for name, value in averaged.items()}}
     documents = {checkpoint.CONFIG_FILE: {"data": {}, "flow": {}, "training": {name: flags[name] for name in FLAGS}}}
     folder = arguments.folder or STARTERS / (name_of(flags["autoencoder"]) or "pixels")

@@ -16,8 +16,7 @@ import numpy as np
 from torchvision.utils import save_image
 
 from rectified_flow import Evaluator, ImageDataset, Pixels, RectifiedFlow
-from rectified_flow.cli.data import add_columns
-from rectified_flow.data.config import ColumnConfig
+from rectified_flow.data.description import Columns, PictureData
 from rectified_flow.evaluation import scores  # noqa: F401 -- it registers its score
 from rectified_flow.evaluation.evaluator import Comparison, conditions_of
 from rectified_flow.flows.flow import sample_batches
@@ -44,8 +43,8 @@ def open_rows(
         if spec is None or spec.origin is None:
             raise ModuleNotFoundError(f"pip install {SENTENCE_MODEL.replace('_', '-')}")
         encoder = {"text_encoder": str(Path(spec.origin).parent / "model"), "text_tokens": tokens}
-    flags = ColumnConfig(condition_on=tuple(columns), **encoder)
-    pictures = add_columns(open_pictures(data, image_size), flags)
+    described: Any = open_pictures(data, image_size).described
+    pictures = PictureData(described, Columns(tuple(columns), **encoder)).open()
     held_out = np.arange(len(pictures)) % HELD_OUT == 0
     return pictures.subset(np.flatnonzero(~held_out)), pictures.subset(np.flatnonzero(held_out))
 

@@ -18,8 +18,9 @@ from torchvision.transforms.v2.functional import pil_to_tensor, resize, to_pil_i
 
 from rectified_flow import Evaluator, Pixels, RectifiedFlow
 from rectified_flow.cli.config import TrainConfig
+from rectified_flow.cli.settings import read_settings
 from rectified_flow.cli.train import train
-from rectified_flow.flags import command_line, flags_in, parse
+from rectified_flow.flags import command_line
 from rectified_flow.runs.folder import read_config
 from studies.harness import Case, Figures, Flags, Row, Study, run
 from studies.peer import PEER, PeerFlow, measure_peer, train_peer
@@ -60,9 +61,9 @@ def train_by_program(row: Row, **chosen: Any) -> None:
     data = {"dataset": row.data} if folder is None else {"dataset_path": folder}
     flags = {"image_size": row.image_size, "budget": f"{60 * row.budget:g}s", "seed": row.seed, "output_dir": run}
     flags |= chosen
-    if not train(parse(TrainConfig, "", command_line({**data, **flags}))):
+    if not train(read_settings(TrainConfig, "", command_line({**data, **flags}))):
         raise RuntimeError(f"{row.folder} was interrupted, and its checkpoint is saved")
-    planned = flags_in(read_config(run / "config.json"))
+    planned = read_config(run / "config.json")["training"]
     write_trained(row, planned["train_num_steps"] * planned["global_batch_size"], 60 * row.budget)
 
 

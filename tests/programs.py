@@ -14,17 +14,18 @@ import pytest
 from accelerate import PartialState
 from PIL import Image
 
-from rectified_flow.cli import planning, programs
+from rectified_flow.cli import facts, programs
+from rectified_flow.cli import train as training_program
 from rectified_flow.cli.config import EvaluateConfig, ExportConfig, SampleConfig, TrainConfig
 from rectified_flow.cli.data import build_space
 from rectified_flow.cli.evaluate import evaluate
 from rectified_flow.cli.export import export
-from rectified_flow.cli.record import resolved
+from rectified_flow.cli.record import with_record
 from rectified_flow.cli.sample import sample
+from rectified_flow.cli.settings import Settings, parse, read_settings
 from rectified_flow.cli.train import train
 from rectified_flow.data.sources import ImageSource
 from rectified_flow.data.sources.folder import FileFolder
-from rectified_flow.flags import parse
 from rectified_flow.training.speed import Speed
 from tests.ranks import run_on_ranks
 
@@ -45,7 +46,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., object], type]] = {
     "evaluate.py": (evaluate, EvaluateConfig),
     "export.py": (export, ExportConfig),
 }
-MEASURED = planning.training_speed
+MEASURED = facts.training_speed
 
 
 def constant_speed(rate: float = 300.0, *, measured: bool = False) -> Any:
@@ -57,7 +58,7 @@ def constant_speed(rate: float = 300.0, *, measured: bool = False) -> Any:
     def speed(*flags: Any) -> Speed:
         return Speed(PartialState().num_processes * rate if not measured or MEASURED(*flags).rate else 0.0)
 
-    return patch.object(planning, "training_speed", speed)
+    return patch.object(facts, "training_speed", speed)
 
 
 def constant_frechet_distance() -> Any:
@@ -101,12 +102,18 @@ class OwnPictures(Sizes, FileFolder):
     """Pictures of a folder, of which only the sizes are read."""
 
 
-def planned(config: TrainConfig, count: int, rate: Callable[[TrainConfig], float]) -> TrainConfig:
+def planned(settings: Settings[TrainConfig], count: int, rate: Callable[[TrainConfig], float]) -> TrainConfig:
     """Return the flags of a planned run on a machine that trains at ``rate(flags)`` images per second."""
-    config, has_begun = resolved(config)
-    with patch.object(planning, "training_speed", lambda config, *_: Speed(rate(config))):
-        chosen = config if has_begun else planning.with_recipe(config, Sizes([(256, 256)] * count))
-        return planning.with_plan(chosen, has_begun, count, {}, build_space(chosen.data))
+    settings, has_begun = with_record(settings)
+    if has_begun:
+        return settings.values
+    speed = lambda tried, *_: Speed(rate(tried.values))  # noqa: E731
+    with patch.object(training_program, "speed_of", speed):
+        values = settings.values
+        time, is_own = training_program.time_of(values, settings.fixed), training_program.is_own(values)
+        if facts.may_choose(values.program, is_own=is_own) and values.teacher.teacher is None:
+            settings = training_program.with_recipe(settings, Sizes([(256, 256)] * count), time)
+        return training_program.with_plan(settings, time, count, {}, build_space(settings.values.data)).values
 
 
 def program(name: str, argv: list[str], variables: dict[str, str] | None = None) -> tuple[int, str]:
@@ -135,7 +142,7 @@ def call(name: str, *flags: object) -> None:
 def printed(words: str) -> str:
     """Return what train_oxford.py prints on this rank for these flags."""
     with redirect_stdout(StringIO()) as output:
-        train(parse(TrainConfig, "", words.split()))
+        train(read_settings(TrainConfig, "", words.split()))
     return output.getvalue()
 
 

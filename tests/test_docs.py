@@ -35,10 +35,11 @@ from rectified_flow.cli.config import (
     WatchConfig,
 )
 from rectified_flow.cli.programs import COMMAND, PROGRAMS
+from rectified_flow.cli.settings import read_settings
 from rectified_flow.data import open as catalog
 from rectified_flow.data.sources.synthetic_flowers import SyntheticFlowers
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import flag_types, parse
+from rectified_flow.flags import flag_types
 from tests.patience import PATIENCE
 from tests.programs import constant_speed, program
 from tests.ranks import run_on_ranks
@@ -204,7 +205,7 @@ def _is_valid(command: Command) -> bool:
             at = flags.index("--config")
             flags = flags[:at] + flags[at + 2 :]
         try:
-            parse(CONFIGS[name], "", flags, quiet=True)
+            read_settings(CONFIGS[name], "", flags, quiet=True)
         except SystemExit as end:
             return not end.code
         except UsageError:

@@ -1,6 +1,6 @@
 """From flags to the parts of a run: the network, the flow, or a trained flow."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import signature
@@ -10,12 +10,20 @@ from accelerate import PartialState
 from accelerate.utils import set_seed
 from torch import nn
 
-from rectified_flow.cli.config import Method, ModelConfig, NetworkConfig, SamplingConfig, SolverConfig, TrainConfig
-from rectified_flow.cli.data import build_space, choose_degradation
+from rectified_flow.cli.config import (
+    FlowConfig,
+    Method,
+    ModelConfig,
+    NetworkConfig,
+    SamplingConfig,
+    SolverConfig,
+    TrainConfig,
+)
+from rectified_flow.cli.data import choose_degradation
 from rectified_flow.condition import ConditionSpecs, Picture, chosen
 from rectified_flow.distributed import check_equal, join_processes, on_main
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import Choice, arguments_from, choose, plain, refuse, split_part
+from rectified_flow.flags import Flags, plain, refuse
 from rectified_flow.flows.flow import SOURCE, Flow
 from rectified_flow.flows.flow_map import DistilledFlow
 from rectified_flow.flows.mean import MeanFlow
@@ -24,6 +32,7 @@ from rectified_flow.flows.solvers import Guidance
 from rectified_flow.flows.times import TimeDistribution
 from rectified_flow.load import Trained, read_trained
 from rectified_flow.networks.unet import Unet, to_device
+from rectified_flow.parts import Choice, choose, split_part
 from rectified_flow.registry import parameters_of
 from rectified_flow.runs import checkpoint
 from rectified_flow.spaces.space import Space
@@ -141,26 +150,33 @@ def _solver_options(flags: SolverConfig, trained: Trained) -> dict[str, Any]:
     return options
 
 
-def build_flow(config: TrainConfig, conditions: ConditionSpecs, space: Space | None = None) -> Flow:
-    """Build the network and flow of the flags."""
-    network, flow = choose_network(config.network), choose_flow(config)
-    space, given = space or build_space(config.data), config.network
-    columns = {name: kind for name, kind in conditions.items() if config.columns.condition_on and name != "labels"}
-    if given.use_cfg and not conditions.keys() - columns:
+def build_flow(values: TrainConfig, conditions: ConditionSpecs, space: Space) -> Flow:
+    """Build the network and the flow of the flags.
+
+    Args:
+        values: the flags.
+        conditions: the conditions of the data: labels, which count with ``--use_cfg`` only, and columns.
+        space: the space of the data.
+    """
+    network, source = values.network, values.source
+    flow = choose_flow(values.flow, values.method, is_taught=values.teacher.teacher is not None)
+    has_columns = bool(values.columns.condition_on)
+    columns = {name: kind for name, kind in conditions.items() if has_columns and name != "labels"}
+    if network.use_cfg and not conditions.keys() - columns:
         raise UsageError("--use_cfg needs labels: put the pictures of each class in a subfolder of its own")
-    shape, source = space.shape or (), config.source
-    kinds = {**(conditions if given.use_cfg else columns), **space.conditions}
+    shape = space.shape or ()
+    kinds = {**(conditions if network.use_cfg else columns), **space.conditions}
     if source.is_given and not source.as_start:
         kinds[SOURCE] = Picture(shape)
-    module: Any = network.build(
+    module: Any = choose_network(network).build(
         shape=shape,
         channels=shape[0] if shape else None,
         image_size=min(shape[1:], default=None),
         conditions=kinds,
-        gradient_checkpointing=given.gradient_checkpointing,
+        gradient_checkpointing=network.gradient_checkpointing,
     )
     if hasattr(module, "gradient_checkpointing"):
-        module.gradient_checkpointing = given.gradient_checkpointing
+        module.gradient_checkpointing = network.gradient_checkpointing
     arguments: dict[str, Any] = {}
     if source.is_given:
         arguments = {"from_source": source.as_start, "source_noise": source.source_noise}
@@ -174,26 +190,41 @@ def build_flow(config: TrainConfig, conditions: ConditionSpecs, space: Space | N
 def choose_network(config: NetworkConfig) -> Choice:
     """Return the network of the flags."""
     choice = choose("network", nn.Module, config.network, but=Flow)  # flows are modules, too
-    given = arguments_from(config, ("dim", "dim_mults", "dropout"), choice.target)
+    given = _arguments(config, ("dim", "dim_mults", "dropout"), choice.target)
     own = {"dropout": config.dropout} if issubclass(choice.target, Unet) else {}  # by default, the class has none
     return replace(choice, arguments=own | given | dict(choice.arguments))
 
 
-def choose_flow(config: TrainConfig) -> Choice:
-    """Return the flow of the flags, with its time distribution."""
-    flags, method = config.flow, METHODS[config.method]
+def choose_flow(flags: FlowConfig, method: Method, *, is_taught: bool = False) -> Choice:
+    """Return the flow of the flags, with its time distribution.
+
+    Args:
+        flags: the flags of the flow.
+        method: the training method.
+        is_taught: whether there is a teacher, whose guidance ``--guidance_scale`` is then.
+    """
+    parts = METHODS[method]
     name, options = split_part(flags.flow)
-    choice = choose("flow", Flow, (name or method.flow.__name__, *options))
+    choice = choose("flow", Flow, (name or parts.flow.__name__, *options))
     target, known = choice.target, parameters_of(choice.target)
-    arguments = dict(method.arguments) if issubclass(target, method.flow) else {}
-    of_teacher = {"guidance_scale"} if config.teacher.teacher is not None else set()
-    arguments |= arguments_from(flags, {"prediction", "coupling", "guidance_scale"} - of_teacher, target)
+    arguments = dict(parts.arguments) if issubclass(target, parts.flow) else {}
+    names = ("prediction", "coupling") if is_taught else ("prediction", "coupling", "guidance_scale")
+    arguments |= _arguments(flags, names, target)
     if "time_distribution" not in known:
         refuse({"time_distribution": flags.time_distribution}, f"has no effect: {target.__name__} draws no times")
-    elif flags.time_distribution or method.times != "logit_normal":
+    elif flags.time_distribution or parts.times != "logit_normal":
         name, options = split_part(flags.time_distribution)
-        name = name or method.times
+        name = name or parts.times
         times = choose("time_distribution", TimeDistribution, (TIMES.get(name, name), *options))
-        defaults = {key: value for key, value in method.time_arguments.items() if key in parameters_of(times.target)}
+        defaults = {key: value for key, value in parts.time_arguments.items() if key in parameters_of(times.target)}
         arguments["time_distribution"] = replace(times, arguments=defaults | dict(times.arguments)).build()
     return replace(choice, arguments=arguments | dict(choice.arguments))
+
+
+def _arguments(group: Flags, names: Sequence[str], target: Any) -> dict[str, Any]:
+    """Return those of the named flags that differ from their defaults, as arguments for ``target``."""
+    values = {name: getattr(group, name) for name in names}
+    given = {name: value for name, value in values.items() if value != getattr(type(group), name)}
+    for name in given.keys() - parameters_of(target).keys():
+        raise UsageError(f"--{name} has no effect: {target.__name__} has no argument {name}; leave it out")
+    return given

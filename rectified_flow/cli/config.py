@@ -4,12 +4,13 @@ import re
 from dataclasses import dataclass, field
 from os.path import realpath
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 from annotated_types import Interval, Len
 
-from rectified_flow.data.config import ColumnConfig, DataConfig, RunData, SourceConfig
+from rectified_flow.data import OXFORD_FLOWERS
+from rectified_flow.data.framing import Crop, Framing, parse_ratio
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation import FeatureNetwork
 from rectified_flow.flags import (
@@ -20,15 +21,16 @@ from rectified_flow.flags import (
     NonNegative,
     Part,
     Positive,
+    Probability,
     Seed,
     Strength,
-    changed_flags,
     default_is,
     flag,
-    name_of,
 )
 from rectified_flow.flows import Coupling, Prediction, Solver, TimeGrid
+from rectified_flow.parts import name_of
 from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.system.files import read_lines
 
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}  # units of --budget
 UNET = "Unet"
@@ -39,14 +41,119 @@ Method = Literal["rectified", "mean_flow", "distill", "reflow"]
 
 
 @dataclass(frozen=True)
+class DataConfig(Flags):
+    """The training pictures."""
+
+    dataset: Annotated[Part, flag(replaces="dataset_path")] = (OXFORD_FLOWERS,)
+    """Hub id of a dataset with an image column, synthetic-flowers (no download), or a registered dataset."""
+    dataset_path: Annotated[Path | None, flag(local=True)] = None
+    """Folder of your own pictures or measurements (with a subfolder per class, or none), or a local datasets folder."""
+    image_size: Annotated[int, Interval(ge=0, le=16384), flag(fixes_size=True)] = 64
+    """Short side of the images [px]; pictures are resized by their short side and cropped to --aspect_ratio. 0 uses
+    the size and the aspect ratio of the first picture."""
+    aspect_ratio: Annotated[str, flag(fixes_size=True)] = "1:1"
+    """Width to height of the images, such as 3:2."""
+    crop: Annotated[Crop, flag(fixes_size=True)] = "center"
+    """Centre crop, random crop, or pad."""
+    alpha: Annotated[bool, flag(excludes="autoencoder", fixes_size=True)] = False
+    """Keep transparency as a fourth channel; otherwise transparent parts become white."""
+    space: Annotated[Part, flag(fixes_size=True), default_is("by the files, or Latents with --autoencoder")] = ()
+    """Data space: Pixels, Fields for measurements (.npy, .tif, 16-bit .png), or a registered one; arguments of Fields
+    are value_range, transform, show, channels_last and store_bits."""
+    autoencoder: Annotated[
+        Part, flag(local=True, for_pictures=True, excludes="augment", fixes_size=True), default_is("none")
+    ] = ()
+    """Train on latents of an autoencoder: small (in the package), a diffusers folder or hub id, or a registered one."""
+    horizontal_flip: bool = True
+    """Mirror half of the training images."""
+    augment: Annotated[Probability, flag(fixes_size=True)] = 0.0
+    """Probability of each augmentation; the network is conditioned on it. Try 0.15 on small data."""
+    holdout: Annotated[Fraction, flag(for_pictures=True)] = 0.0
+    """Fraction of the images to hold out, to detect memorisation."""
+    data_seed: Annotated[Seed | None, default_is("--seed of the run's first start")] = None
+    """Seed of the held-out images, of unpaired sources, and of the choice among several captions."""
+    skip_broken_images: bool = False
+    """Skip pictures that cannot be decoded, or with --paired have no partner, instead of stopping."""
+    exclude: Annotated[tuple[str, ...], tyro.conf.arg(metavar="LIST.txt | NAME ..."), default_is("none")] = ()
+    """Pictures to leave out: paths in the folder, numbers of rows of a table, or a text file with one a line."""
+    cache_dir: Annotated[
+        Path | None, flag(local=True), default_is("$RECTIFIED_FLOW_CACHE, else ~/.cache/rectified-flow")
+    ] = None
+    """Folder for decoded images."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        parse_ratio(self.aspect_ratio)
+        lists = [read_lines(Path(name)) if name.endswith(".txt") else [name] for name in self.exclude]
+        object.__setattr__(self, "exclude", tuple(name for names in lists for name in names))
+
+    @property
+    def framing(self) -> Framing:
+        """The form in which pictures are stored and trained on."""
+        return Framing.of(self.image_size, self.aspect_ratio, alpha=self.alpha, crop=self.crop)
+
+    @property
+    def starter(self) -> str:
+        """Name of the starter for these data: the name of the autoencoder, or ``pixels``."""
+        return name_of(self.autoencoder) or "pixels"
+
+
+@dataclass(frozen=True)
+class SourceConfig(Flags):
+    """Source pictures, for image-to-image translation."""
+
+    source_path: Annotated[Path | None, flag(local=True, for_pictures=True, excludes="degrade", fixes_size=True)] = None
+    """Folder of source pictures, which are translated to pictures like those of the dataset."""
+    paired: Annotated[bool, flag(needs="source_path", excludes="coupling")] = False
+    """Pair files of the same name in both folders (cut pairs in one file first); otherwise pairs are random."""
+    degrade: Annotated[str | None, flag(excludes="autoencoder coupling", fixes_size=True)] = None
+    """Make sources from the pictures: downsample:4, grey, blur:2, mask:box, mask:brush, edges, or a registered one."""
+    source_as: Annotated[
+        Literal["start", "condition"] | None,
+        flag(needs="source_path degrade"),
+        default_is("start with --source_path, condition with --degrade"),
+    ] = None
+    """start: paths start from the source instead of noise; condition: the source is a further input of the network."""
+    source_noise: Annotated[NonNegative, flag(needs="source_path degrade")] = 0.0
+    """Standard deviation of Gaussian noise added to the source with --source_as start; it makes results random."""
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the flow translates pictures."""
+        return self.source_path is not None or self.degrade is not None
+
+    @property
+    def as_start(self) -> bool:
+        """Whether paths start from sources, if there are any."""
+        return self.source_as == "start" or (self.source_as is None and self.degrade is None)
+
+
+@dataclass(frozen=True)
+class ColumnConfig(Flags):
+    """Conditions from metadata columns: captions, numbers and labels."""
+
+    condition_on: Annotated[
+        tuple[str, ...], flag(for_pictures=True), tyro.conf.arg(metavar="COLUMN[=TYPE] ..."), default_is("none")
+    ] = ()
+    """Columns to train on as conditions, of metadata.csv, metadata.jsonl, NAME.txt (text) or a dataset; or all. TYPE
+    is caption, label, number, or a registered one; without it, the values determine the type."""
+    text_encoder: Annotated[str | None, flag(local=True, needs="condition_on"), default_is("bag of words")] = None
+    """Frozen text encoder for captions: folder or hub id of a sentence model, CLIP or T5 (transformers)."""
+    text_tokens: Annotated[Natural, flag(needs="text_encoder")] = 0
+    """Number of caption tokens that attention levels attend to; 0 uses only the vector of the whole caption."""
+
+
+@dataclass(frozen=True)
 class NetworkConfig(Flags):
     """The network."""
 
-    network: Part = (UNET,)
+    network: Annotated[Part, flag(choice="network", fixes_size=True)] = (UNET,)
     """Unet, or a registered network, and its arguments, such as blocks_per_level=1."""
-    dim: Annotated[int, Interval(gt=0, le=4096)] = 64
+    dim: Annotated[int, Interval(gt=0, le=4096), flag(choice="network", fixes_size=True)] = 64
     """Channels of the Unet at full resolution."""
-    dim_mults: Annotated[tuple[Annotated[int, Interval(gt=0, le=64)], ...], Len(1)] = (1, 2, 3, 4)
+    dim_mults: Annotated[
+        tuple[Annotated[int, Interval(gt=0, le=64)], ...], Len(1), flag(choice="network", fixes_size=True)
+    ] = (1, 2, 3, 4)
     """Channels of each level as multiples of dim; each level halves the side."""
     dropout: Fraction = 0.1
     """Dropout probability inside residual blocks of the Unet."""
@@ -116,9 +223,6 @@ class EvaluationConfig(Flags):
 class ProgramConfig(Flags):
     """Flags that every program has."""
 
-    given: ClassVar[frozenset[str] | None] = None
-    """Names of the flags that were given on the command line or in a file, which the parser sets; else None."""
-
     import_: Annotated[
         tuple[str, ...], flag(local=True), tyro.conf.arg(name="import", help_behavior_hint="(default: none)")
     ] = ()
@@ -166,6 +270,15 @@ class InitConfig(Flags):
     """Checkpoint or run whose weights initialise the network where their shapes match; starter: weights of the package;
     none: random weights."""
 
+    def origin(self, starter: str) -> Path | None:
+        """Return the checkpoint or run that the weights are initialised from; None for random weights.
+
+        Args:
+            starter: name of the starter for the data, as :attr:`DataConfig.starter`.
+        """
+        named = self.init_from
+        return None if named == NO_WEIGHTS else STARTERS / starter if named == STARTER else named
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -183,30 +296,9 @@ class TrainConfig:
     program: TrainProgramConfig = field(default_factory=TrainProgramConfig)
 
     @property
-    def given(self) -> frozenset[str]:
-        """Names of the flags that the user set: if the config was built in Python, those that are not the defaults."""
-        return changed_flags(self) if self.program.given is None else self.program.given
-
-    @property
     def method(self) -> Method:
         """The training method."""
         return self.flow.method or "rectified"
-
-    @property
-    def origin(self) -> Path | None:
-        """Checkpoint or run that the weights are initialised from, if any."""
-        named = self.init.init_from
-        return None if named == NO_WEIGHTS else STARTERS / self.starter if named == STARTER else named
-
-    @property
-    def starter(self) -> str:
-        """Name of the starter for these data: the name of the autoencoder, or ``pixels``."""
-        return name_of(self.data.autoencoder) or "pixels"
-
-    @property
-    def run_data(self) -> RunData:
-        """The block ``data`` of ``config.json``."""
-        return RunData(self.data, self.source, self.columns)
 
 
 @dataclass(frozen=True)

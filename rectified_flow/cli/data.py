@@ -1,83 +1,80 @@
-"""From flags to the data of a run: pictures, columns, sources, and the space of the flow."""
+"""From flags to the data of a run: their description, their space, and a summary of them."""
 
 from dataclasses import replace
 from math import gcd
 from typing import Any, cast
 
 import numpy as np
-from accelerate import PartialState
 from torch.utils.data import Dataset
 
-from rectified_flow.condition import ConditionSpecs, Labels, WrittenCondition
-from rectified_flow.data.config import ColumnConfig, DataConfig, RunData, SourceConfig
-from rectified_flow.data.metadata import Column, identity_of
-from rectified_flow.data.open import find_columns, find_source, open_dataset, open_images, reader_of, space_of_folder
+from rectified_flow.cli.config import ColumnConfig, DataConfig, SourceConfig
+from rectified_flow.condition import Labels
+from rectified_flow.data.description import Columns, ItemData, PictureData, RunData, Sources
+from rectified_flow.data.metadata import identity_of
+from rectified_flow.data.open import Pictures, reader_of, space_of_folder
 from rectified_flow.data.sources import ImageSource
-from rectified_flow.data.store import ImageDataset, pair_by_name
+from rectified_flow.data.store import ImageDataset
 from rectified_flow.data.stream import Batches
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.features import RealData
-from rectified_flow.evaluation.heldout import Split, hold_out
-from rectified_flow.flags import Choice, choose, choose_named, name_of, refuse, split_part, typed_options
+from rectified_flow.flags import refuse
 from rectified_flow.flows.flow import Flow
+from rectified_flow.parts import Choice, choose_named, name_of, split_part, typed_options
 from rectified_flow.registry import find, names, parameters_of
 from rectified_flow.spaces.degradations import Degradation
 from rectified_flow.spaces.space import Space
-from rectified_flow.system.terminal import line, size_text
+from rectified_flow.system.terminal import size_text
 
 FEW, NAMED = 10, 5
 """Number of pictures below which a class is reported, and largest number of names in a list."""
 
 
-def find_data(config: DataConfig) -> ImageSource | Dataset[Any]:
-    """Return the source of the images that the flags name, or the items of a registered ``--dataset``."""
-    name, options = split_part(config.dataset)
-    if config.dataset_path is None and name in names("dataset"):
-        choice = choose("dataset", "dataset", config.dataset)
-        return choice.build(image_size=config.image_size, cache_dir=config.cache_dir)
+def data_of(pictures: DataConfig, source: SourceConfig, columns: ColumnConfig) -> RunData:
+    """Describe the data that the flags name."""
+    name, options = split_part(pictures.dataset)
+    if pictures.dataset_path is None and name in names("dataset"):
+        refuse({"image_size 0": pictures.image_size == 0}, "is for pictures: pass the size of the items")
+        return ItemData(pictures.dataset, pictures.image_size, pictures.cache_dir)
     refuse({f"dataset {' '.join(options)}": options}, "has no effect without a registered dataset; leave it out")
-    return find_source(**data_arguments_of(config))
+    described = Pictures(
+        name,
+        pictures.dataset_path,
+        pictures.image_size,
+        cache_dir=pictures.cache_dir,
+        skip_broken_images=pictures.skip_broken_images,
+        aspect_ratio=pictures.aspect_ratio,
+        crop=pictures.crop,
+        alpha=pictures.alpha,
+        space=pictures.space,
+        exclude=pictures.exclude,
+    )
+    return PictureData(
+        described,
+        Columns(columns.condition_on, columns.text_encoder, columns.text_tokens) if columns.condition_on else None,
+        None if source.source_path is None else Sources(source.source_path, source.paired),
+        pictures.holdout,
+        pictures.data_seed or 0,
+    )
 
 
-def open_pictures(config: DataConfig, source: ImageSource | None = None) -> ImageDataset:
-    """Open the training pictures, decoding them first if they are not in a store yet."""
-    return open_images(source, **data_arguments_of(config))
-
-
-def open_data(data: RunData, source: ImageSource | None = None, kinds: ConditionSpecs | None = None) -> ImageDataset:
-    """Open the pictures of a run with their columns and their sources. Collective.
-
-    ``kinds`` are the conditions of a trained flow: its columns get these kinds, and all other columns are left out.
-    """
-    seed = data.pictures.data_seed or 0
-    pictures = open_pictures(data.pictures, source)
-    pictures = add_columns(pictures, data.columns, source=source, kinds=kinds, seed=seed)
-    return add_source(pictures, data.pictures, data.source)
-
-
-def data_arguments_of(config: DataConfig) -> dict[str, Any]:
-    """Return the arguments of :func:`rectified_flow.open_dataset` by the flags of the data."""
-    arguments = {name: getattr(config, name) for name in parameters_of(open_dataset) if hasattr(config, name)}
-    return arguments | {"dataset": name_of(config.dataset)}
-
-
-def with_space(config: DataConfig, *, may_choose: bool = True) -> DataConfig:
-    """Return the flags of the data with the space of most files, and the size of the first picture in place of 0.
+def flags_of_files(data: DataConfig, *, may_choose: bool = True) -> dict[str, Any]:
+    """Return the space of most files, and the size of the first picture in place of an image size of 0.
 
     The files determine the space if ``--space`` has no name. Without ``--space``, ``may_choose`` must be true.
     """
-    folder = config.dataset_path
-    is_free = (may_choose or config.space) and not name_of(config.space)
+    flags, folder = dict[str, Any](), data.dataset_path
+    is_free = (may_choose or data.space) and not name_of(data.space)
     if is_free and folder is not None and folder.is_dir() and (space := space_of_folder(folder)):
-        config = replace(config, space=(space, *config.space))
-    if config.image_size == 0:
-        source = find_data(replace(config, image_size=DataConfig.image_size))
-        if not isinstance(source, ImageSource):
+        flags["space"] = (space, *data.space)
+    if data.image_size == 0:
+        sized = replace(data, image_size=DataConfig.image_size, space=flags.get("space", data.space))
+        found = data_of(sized, SourceConfig(), ColumnConfig()).find()
+        if not isinstance(found, ImageSource):
             raise UsageError("--image_size 0 is for pictures: pass the size of the items")
-        width, height = source.size_of(0)
+        width, height = found.size_of(0)
         common = gcd(width, height)
-        config = replace(config, image_size=min(width, height), aspect_ratio=f"{width // common}:{height // common}")
-    return config
+        flags |= {"image_size": min(width, height), "aspect_ratio": f"{width // common}:{height // common}"}
+    return flags
 
 
 def check_source(flags: SourceConfig) -> None:
@@ -85,50 +82,6 @@ def check_source(flags: SourceConfig) -> None:
     choose_degradation(flags.degrade)
     if flags.source_path is not None and not flags.source_path.is_dir():
         raise UsageError(f"--source_path {flags.source_path} is not a folder")
-
-
-def add_source(pictures: ImageDataset, data: DataConfig, flags: SourceConfig) -> ImageDataset:
-    """Return the pictures with those of ``--source_path`` as their sources, if the flag is given."""
-    if flags.source_path is None:
-        return pictures
-    try:
-        source = open_pictures(replace(data, dataset_path=flags.source_path, exclude=()))
-    except UsageError as error:
-        raise UsageError(str(error).replace("--dataset_path", "--source_path")) from error
-    if not flags.paired:
-        return pictures.changed(source=source, seed=data.data_seed or 0)
-    return pair_by_name(pictures, source, skip_unpaired=data.skip_broken_images)
-
-
-def add_columns(
-    pictures: ImageDataset,
-    flags: ColumnConfig,
-    *,
-    source: ImageSource | None = None,
-    kinds: ConditionSpecs | None = None,
-    seed: int = 0,
-) -> ImageDataset:
-    """Add the columns of ``--condition_on`` to the pictures as conditions, and print a summary of each. Collective."""
-    if not flags.condition_on:
-        return pictures
-    state, columns = PartialState(), dict[str, Column]()
-    for found in find_columns(pictures, flags.condition_on, source):
-        if found.name in columns:
-            raise UsageError(f"--condition_on {found.column}: another column is {found.name}, too; rename one of them")
-        if kinds is not None:
-            kind = kinds.get(found.name)
-        else:
-            kind = found.kind.fit(found.texts, text_encoder=flags.text_encoder, text_tokens=flags.text_tokens)
-            state.print(line(found.column, found.summary))
-        if isinstance(kind, WrittenCondition):
-            try:
-                values = kind.stored(found.texts, pictures.path.parent, state)
-            except UsageError as error:
-                raise UsageError(f"the column {found.column} of {pictures.info.source}: {error}") from error
-            columns[found.name] = Column(kind, found.first, found.texts, values)
-    if flags.text_encoder and not any(each.kind.is_text for each in columns.values()):
-        raise UsageError("--text_encoder has no effect: no column of --condition_on has captions; leave it out")
-    return pictures.changed(columns=columns, seed=seed)
 
 
 def summary_of(dataset: ImageDataset) -> str:
@@ -152,24 +105,6 @@ def summary_of(dataset: ImageDataset) -> str:
     if info.skipped:
         texts.append(f"{len(info.skipped)} left out; the first is {info.skipped[0]}")
     return "; ".join(texts)
-
-
-def split_of(pictures: ImageDataset, data: DataConfig) -> Split | None:
-    """Return the split by ``--holdout`` into training and held-out pictures; None without ``--holdout``. Collective.
-
-    One of the two parts may be too small. All programs that open the pictures of a run get the same split.
-    """
-    return hold_out(pictures, data.holdout, data.data_seed or 0) if data.holdout else None
-
-
-def divided(pictures: ImageDataset, data: DataConfig) -> tuple[ImageDataset, ImageDataset | None]:
-    """Return the pictures that a run is trained on, and those that it holds out, if there are any. Collective."""
-    split = split_of(pictures, data)
-    if split is not None and split.problem is None:
-        return split.divide(pictures)
-    if split is not None:
-        PartialState().print(f"warning: no pictures are held out, as --holdout leaves {split.problem}")
-    return pictures, None
 
 
 def check_conditions(flow: Flow, source: object, pictures: RealData) -> None:

@@ -10,14 +10,14 @@ from accelerate import PartialState
 from torch import Tensor
 
 from rectified_flow import randomness
-from rectified_flow.cli.config import TrainConfig
-from rectified_flow.cli.data import check_conditions, divided
+from rectified_flow.cli.config import Method, TeacherConfig
+from rectified_flow.cli.data import check_conditions
 from rectified_flow.data.build import StoreWriter, claimed, fill
-from rectified_flow.data.config import DataConfig
 from rectified_flow.data.store import RECIPE_FILE, ImageDataset, StoreDataset
 from rectified_flow.distributed import on_main
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.evaluator import conditions_of
+from rectified_flow.evaluation.heldout import divided
 from rectified_flow.flows import Solver
 from rectified_flow.flows.flow import SOURCE
 from rectified_flow.flows.rectified import RectifiedFlow
@@ -29,7 +29,6 @@ from rectified_flow.runs import checkpoint
 from rectified_flow.spaces.space import Space
 from rectified_flow.system.artifact import Artifact
 from rectified_flow.system.files import prepare_folder, read_document
-from rectified_flow.training.trainer import choose_precision
 
 BATCH_SIZE = 64
 Kind = Literal["pairs", "paths"]
@@ -61,8 +60,6 @@ class Recipe:
     space: dict[str, Any] = field(default_factory=dict)  # description of the teacher's space
     teacher: str = ""  # fingerprint of the teacher's checkpoint
     earlier: str = ""  # fingerprint of its early checkpoint; empty without autoguidance
-    flags: dict[str, Any] = field(default_factory=dict)  # only in recipes of commit c5b7768, like sha256
-    sha256: str = ""
 
 
 @dataclass(frozen=True)
@@ -75,17 +72,18 @@ class DistillationData:
     recipe: Recipe
 
     @classmethod
-    def of(cls, config: TrainConfig) -> "DistillationData | None":
+    def of(
+        cls, flags: TeacherConfig, method: Method, guidance_scale: float, *, seed: int, output_dir: Path
+    ) -> "DistillationData | None":
         """Return the data that the flags ask for; None without a teacher."""
-        flags, scale = config.teacher, config.flow.guidance_scale
         if flags.teacher is None:
             return None
-        kind: Kind = "pairs" if config.method == "reflow" else "paths"
+        kind: Kind = "pairs" if method == "reflow" else "paths"
         count, steps, solver = DEFAULTS[kind]
         count, steps = flags.teacher_samples or count, flags.teacher_steps or steps
         points = steps if kind == "paths" else 1  # all but the end
-        recipe = Recipe(count, steps, config.run.seed, points, scale, flags.autoguidance, solver)
-        return cls(flags.teacher, kind, flags.teacher_dir or config.run.output_dir / kind, recipe)
+        recipe = Recipe(count, steps, seed, points, guidance_scale, flags.autoguidance, solver)
+        return cls(flags.teacher, kind, flags.teacher_dir or output_dir / kind, recipe)
 
     @property
     def path_points(self) -> int:
@@ -100,9 +98,15 @@ class DistillationData:
 
 
 def open_distilled(
-    distilled: DistillationData, pictures: ImageDataset, config: TrainConfig
+    distilled: DistillationData, pictures: ImageDataset, holdout: tuple[float, int], precision: str
 ) -> tuple[StoreDataset, Space]:
     """Return the data of a teacher and its space; all processes generate the data first if they are missing.
+
+    Args:
+        distilled: the data.
+        pictures: the pictures of the teacher's run, whose labels the samples have.
+        holdout: share and seed of the pictures that are held out, whose sources and columns no sample has.
+        precision: precision of the teacher's network: ``bf16``, or another one for float32.
 
     Returns:
         A dataset whose items have data as the space stores them, and ``noise``, float16 of the shape of ``x``, or
@@ -114,7 +118,7 @@ def open_distilled(
     recipe = replace(
         distilled.recipe,
         source=str(teacher),
-        precision="bf16" if choose_precision(config.run, state.device) == "bf16" else "float32",
+        precision="bf16" if precision == "bf16" else "float32",
         pictures=pictures.fingerprint,
         solver=stored.solver if stored else distilled.recipe.solver,  # stored paths keep their solver; no flag sets it
         space=describe(space),
@@ -126,9 +130,9 @@ def open_distilled(
     with claimed(store, "choose another --teacher_dir") as is_missing:
         on_main(state, lambda: _check_recipe(recipe, distilled, is_missing=is_missing))
         if is_missing:
-            generator = _Generator(recipe, earlier, distilled.kind, pictures, config.data)
+            generator = _Generator(recipe, earlier, distilled.kind, pictures, holdout)
             fill(store, generator.rows, generator.describe, doing="drawing", batch_size=BATCH_SIZE)
-    return StoreDataset(store.path, pictures.arguments), space
+    return StoreDataset(store.path, pictures.described), space
 
 
 def recipe_of(distilled: DistillationData) -> Recipe | None:
@@ -155,7 +159,7 @@ class _Generator:
     """Generates the rows of distillation data with the teacher."""
 
     def __init__(
-        self, recipe: Recipe, earlier: Path | None, kind: str, pictures: ImageDataset, data: DataConfig
+        self, recipe: Recipe, earlier: Path | None, kind: str, pictures: ImageDataset, holdout: tuple[float, int]
     ) -> None:
         self.recipe, self.kind, self.pictures, self.device = recipe, kind, pictures, PartialState().device
         self.precision = "bf16" if recipe.precision == "bf16" else "no"
@@ -167,7 +171,7 @@ class _Generator:
         check_conditions(self.teacher, recipe.source, pictures)
         # A picture for each row, whose label and source the row gets, so that these are distributed as in the pictures.
         if self.teacher.takes_source or pictures.columns:
-            self.pictures, _ = divided(pictures, data)
+            self.pictures, _ = divided(pictures, *holdout)
         generator = randomness.generator("cpu", recipe.seed, "labels of pairs")
         self.picture_of = torch.randint(len(self.pictures), (recipe.pairs,), generator=generator).tolist()
 

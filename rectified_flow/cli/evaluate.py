@@ -8,18 +8,18 @@ from accelerate import PartialState
 from tqdm.auto import tqdm
 
 from rectified_flow.cli.build import guidance_of, open_trained
-from rectified_flow.cli.config import EvaluateConfig, MeasureConfig, TrainConfig
-from rectified_flow.cli.data import check_conditions, divided, find_data, open_data
-from rectified_flow.cli.record import config_in
-from rectified_flow.data.sources import ImageSource
+from rectified_flow.cli.config import EvaluateConfig
+from rectified_flow.cli.data import check_conditions
+from rectified_flow.data.description import PictureData, described_data
+from rectified_flow.data.open import Pictures
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.distributed import check_equal, on_main
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation import scores  # noqa: F401 -- it registers scores
 from rectified_flow.evaluation.evaluator import Comparison, Evaluator
 from rectified_flow.evaluation.features import RealData, RenderedItems
-from rectified_flow.evaluation.heldout import HeldOutPictures
-from rectified_flow.flags import flags_in, name_of, plain, replaced
+from rectified_flow.evaluation.heldout import HeldOutPictures, divided
+from rectified_flow.flags import plain
 from rectified_flow.load import RESULTS_FILE, Trained, autocast, model_hash, read_results
 from rectified_flow.runs import checkpoint
 from rectified_flow.spaces.space import RGBA
@@ -39,7 +39,8 @@ def evaluate(config: EvaluateConfig) -> None:
     # Results that cannot be read or written end here, before hours of sampling.
     on_main(state, lambda: claim(prepare_folder("output_dir", folder), (RESULTS_FILE, NEIGHBOURS_FILE)))
     read_results(folder)
-    dataset, held_out, losses = real_data(measure, trained, state)
+    places = {"dataset_path": measure.dataset_path, "source_path": measure.source_path, "cache_dir": measure.cache_dir}
+    dataset, held_out, losses = real_data(trained, **places)
     _check_data(trained, dataset, state)
     evaluator = Evaluator(
         dataset,
@@ -80,8 +81,7 @@ def _check_data(trained: Trained, dataset: RealData, state: PartialState) -> Non
     if (problem := trained.flow.space.misfit(dataset.space)) is not None:
         raise UsageError(f"--dataset_path {dataset.info.source} {problem}")
     # The fingerprint in a run with a teacher is that of the teacher's data, not of the pictures.
-    is_distilled = flags_in(trained.config).get("teacher") is not None
-    known = None if trained.run is None or is_distilled else trained.run.dataset
+    known = None if trained.run is None or trained.is_taught else trained.run.dataset
     if known not in (None, dataset.fingerprint):
         state.print(f"warning: {dataset.info.source} is not, or no longer, what {trained.source} was trained on")
 
@@ -98,31 +98,39 @@ def _settings(config: EvaluateConfig, trained: Trained, state: PartialState) -> 
 
 
 def real_data(
-    measure: MeasureConfig, trained: Trained, state: PartialState
+    trained: Trained,
+    *,
+    dataset_path: Path | None = None,
+    source_path: Path | None = None,
+    cache_dir: Path | None = None,
 ) -> tuple[RealData, ImageDataset | None, HeldOutPictures | None]:
-    """Return the training data of a run, its held-out pictures, and those of the held-out loss. Collective."""
-    config = config_in(trained.config, trained.source, TrainConfig)
-    if "dataset" not in flags_in(trained.config):
-        config = replaced(config, _framing_of(trained, measure))
-    places = {name: getattr(measure, name) for name in ("dataset_path", "cache_dir", "source_path")}
-    config = replaced(config, {name: path for name, path in places.items() if path is not None})
-    found = find_data(config.data)
-    if not isinstance(found, ImageSource):
-        return RenderedItems(found, trained.flow.space, name_of(config.data.dataset)), None, None
-    pictures = open_data(config.run_data, found, trained.flow.conditions)
-    training, held_out = divided(pictures, config.data)
-    if held_out is None or config.teacher.teacher is not None:  # a teacher's run learns no velocity on pictures
+    """Return the training data of a run, its held-out pictures, and those of the held-out loss. Collective.
+
+    Args:
+        trained: the run.
+        dataset_path: folder of the training pictures, if it has moved.
+        source_path: folder of the sources, if it has moved.
+        cache_dir: folder of decoded images, if it has moved.
+    """
+    data = described_data(trained.config.get("data", {})) or _data_of_shape(trained, dataset_path)
+    data = data.moved(dataset_path=dataset_path, source_path=source_path, cache_dir=cache_dir)
+    if not isinstance(data, PictureData):
+        return RenderedItems(data.open(), trained.flow.space, data.name), None, None
+    pictures = data.open(kinds=trained.flow.conditions)
+    training, held_out = divided(pictures, data.holdout, data.seed)
+    if held_out is None or trained.is_taught:  # a teacher's run learns no velocity on pictures
         return training, held_out, None
-    return training, held_out, HeldOutPictures(training, held_out, config.run.seed)
+    return training, held_out, HeldOutPictures(training, held_out, trained.flags["seed"])
 
 
-def _framing_of(trained: Trained, measure: MeasureConfig) -> dict[str, Any]:
-    """Return the flags of the pictures of a run that another program trained, by the shape of its data."""
+def _data_of_shape(trained: Trained, dataset_path: Path | None) -> PictureData:
+    """Return the data of a run that another program trained, framed by their shape."""
     shape = trained.flow.space.picture_shape
-    if shape is None or measure.dataset_path is None:
+    if shape is None or dataset_path is None:
         raise UsageError(f"{trained.source} records no pictures: pass --dataset_path, or --import with its dataset")
     channels, height, width = shape
-    return {"image_size": min(height, width), "aspect_ratio": f"{width}:{height}", "alpha": channels == RGBA}
+    ratio = f"{width}:{height}"
+    return PictureData(Pictures(image_size=min(height, width), aspect_ratio=ratio, alpha=channels == RGBA))
 
 
 def _describe(result: dict[str, Any]) -> str:

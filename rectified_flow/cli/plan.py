@@ -10,7 +10,7 @@ from functools import cache
 from math import ceil, gcd, inf, log2
 from typing import Any, Literal, NamedTuple
 
-from rectified_flow.cli.config import Method
+from rectified_flow.cli.config import Method, seconds_of
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import command_line
 from rectified_flow.runs.checkpoint import EARLY
@@ -66,9 +66,8 @@ class Facts:
     method: Method
     pictures: int
     """Number of training pictures, without those that are held out."""
-    budget: str
+    time: str
     """The time in words, such as ``12m``."""
-    seconds: float
     sides: tuple[int, ...]
     """Sides of the data that the network works on, pictures or latents."""
     fixed: frozenset[str] = frozenset()
@@ -81,7 +80,7 @@ class Facts:
     """The global batch size, if flags set it."""
     augment: float = 0.0
     """The probability of augmentations in a run that is long enough to memorise its pictures."""
-    network: str = ""
+    why_network: str = ""
     """The origin of the network, if the plan does not choose it."""
     starter: Starter = "unsuited"
     latents: bool = False
@@ -94,6 +93,11 @@ class Facts:
     """Number of samples of a teacher that exist already."""
     calls: int = 0
     """Calls of the teacher's network for a sample."""
+
+    @property
+    def seconds(self) -> float:
+        """The time [s]."""
+        return seconds_of(self.time)
 
     @property
     def min_batch(self) -> int:
@@ -117,6 +121,8 @@ class Trial(NamedTuple):
     augment: float = 0.0
 
 
+MeasureSize = Callable[[int, tuple[str, ...]], Speed]
+"""Function that returns the speed of a training on pictures of a side [px], through an autoencoder if it has words."""
 Measure = Callable[[Trial], Speed]
 """Function that returns the speed of a trial, summed over all processes. It is called at most once for each trial."""
 
@@ -148,7 +154,7 @@ def plan(facts: Facts, measure: Measure) -> Plan:
     steps, step = int(min(fitting, facts.limit) / trial.batch), trial.batch / speed.rate
     if steps < FEWEST_STEPS:
         text = f"a step of {trial.batch} images takes {step:.1f} s on this machine; {SHORTER}"
-        raise UsageError(f"--budget {facts.budget} is too short: {text}")
+        raise UsageError(f"--budget {facts.time} is too short: {text}")
     settings = settings_of(facts, trial) | intervals(facts, step, speed.rate, steps)
     settings |= {"train_num_steps": steps, "num_epochs": None, "lr_warmup_steps": max(10, steps // 50)}
     settings |= {"ema_decay": round(1 - 1 / max(10.0, EMA_SHARE * steps), 5)}
@@ -158,6 +164,28 @@ def plan(facts: Facts, measure: Measure) -> Plan:
     speed = speed._replace(memory=speed.memory / parts)
     reasons = _reasons(facts, settings, speed, why_network, trial.batch, fitting)
     return Plan({name: value for name, value in settings.items() if name not in facts.fixed}, reasons)
+
+
+def choose_size(pictures: int, side: int, budget: str, measure: MeasureSize) -> Plan:
+    """Choose the largest size of the pictures for which there is enough time; no settings if there is none.
+
+    Args:
+        pictures: number of pictures.
+        side: median of the shorter sides of the pictures [px].
+        budget: the time in words.
+        measure: returns the speed at a size.
+    """
+    for (size, autoencoder), min_images in SIZES.items():
+        if side < MIN_SHARE_OF_SIDE * size:
+            continue
+        augment = for_pictures(pictures, augmentable=not autoencoder).get("augment", 0.0)
+        fitting = TRAINED_SHARE * seconds_of(budget) * measure(size, autoencoder).rate
+        images = min(fitting, limit_of(pictures, augment))
+        if images >= min_images:
+            settings = {"image_size": size, "autoencoder": autoencoder}
+            text = f"about {images:,.0f} images in {budget}; --image_size overrides the choice"
+            return Plan(settings, {"size": f"{' '.join(command_line(settings))}: {text}"})
+    return Plan({}, {})
 
 
 def settings_of(facts: Facts, trial: Trial) -> dict[str, Any]:
@@ -229,8 +257,8 @@ def intervals(facts: Facts, step: float, rate: float, steps: int) -> dict[str, A
 
 def _choose_width(facts: Facts, measure: Measure) -> tuple[int | None, str]:
     """Return the widest network that will process enough images, and the reason."""
-    if facts.network:
-        return None, facts.network
+    if facts.why_network:
+        return None, facts.why_network
     if facts.starter == "requested":
         return STARTER_DIMS[facts.latents], "the network of the starter"
     suits, latents = facts.starter == "suited", facts.latents
@@ -285,7 +313,7 @@ def _choose_samples(facts: Facts, speed: Speed) -> tuple[int, float]:
     if "teacher_samples" not in facts.fixed:
         count = max(facts.min_batch, min(count, fitting))
     if count * seconds >= facts.seconds:
-        refusal = f"generating {count:,} samples of the teacher would take all of --budget {facts.budget}"
+        refusal = f"generating {count:,} samples of the teacher would take all of --budget {facts.time}"
         raise UsageError(f"{refusal}: lower --teacher_samples")
     return count, facts.seconds - count * seconds
 
@@ -311,7 +339,7 @@ def _reasons(
     few = f"{images:,} images are too few for samples that look like pictures: {SHORTER}"
     draws = f"draws {samples:,} samples before the training, {samples * facts.calls:,} network calls"
     texts = {
-        "budget": f"{facts.budget} (--budget changes it): {facts.processes} x {facts.device} trains {speed}",
+        "budget": f"{facts.time} (--budget changes it): {facts.processes} x {facts.device} trains {speed}",
         "length": f"{settings['train_num_steps']:,} steps of {batch} = {images:,} images, {why}",
         "network": f"{network}; {why_network}" if network else why_network,
         "training": f"{rates} {words('mixed_precision', 'time_distribution', 'flow')} (docs/budget.md)",

@@ -27,8 +27,10 @@ DISTRIBUTIONS = {"PIL": "pillow", "ot": "pot", "sklearn": "scikit-learn"}
 """Names of packages for pip, where they differ from those in Python."""
 
 
-def run(main: str, config_class: str, description: str | None) -> None:
-    """Parse the command line, call ``main`` with the config in every process, and exit with a code.
+def run(main: str, config_class: str, description: str | None, *, in_layers: bool = False) -> None:
+    """Parse the command line, call ``main`` with its flags in every process, and exit with a code.
+
+    ``main`` takes the groups of flags, or their :class:`rectified_flow.cli.settings.Settings` if ``in_layers``.
 
     The code is 0 for a run that finished or that a signal stopped, 2 for a :class:`UsageError` or a missing package, 1
     for anything else. Only an unforeseen error prints a traceback. A signal that arrives before ``main`` is called, or
@@ -37,19 +39,20 @@ def run(main: str, config_class: str, description: str | None) -> None:
     escape_unencodable()
     with handling_signals(signal.SIG_DFL):
         paragraphs = (description or "").split("\n\n")
-        _exit(_outcome(main, config_class, "\n\n".join(" ".join(each.split()) for each in paragraphs)))
+        text = "\n\n".join(" ".join(each.split()) for each in paragraphs)
+        _exit(_outcome(main, config_class, text, in_layers=in_layers))
 
 
-def _outcome(main: str, config_class: str, description: str) -> int:
+def _outcome(main: str, config_class: str, description: str, *, in_layers: bool) -> int:
     """Run the program, and return its exit code."""
     try:
-        from rectified_flow.flags import import_modules
+        from rectified_flow.cli.settings import import_modules
 
-        config = _parse(config_class, description)
-        import_modules(config.program.import_)
+        settings = _parse(config_class, description)
+        import_modules(settings.values.program.import_)
         function = resolve_name(main)
         with stop_on_signals():
-            function(config)
+            function(settings if in_layers else settings.values)
         return 0
     except KeyboardInterrupt:
         return _explain(STOPPED, 0)
@@ -61,8 +64,8 @@ def _outcome(main: str, config_class: str, description: str) -> int:
 
 
 def _parse(config_class: str, description: str) -> Any:
-    """Return the config of the command line; ``--help`` and a mistyped flag are answered once and raise SystemExit."""
-    from rectified_flow.flags import parse
+    """Return the settings of the command line; ``--help`` and a mistyped flag are answered once, by SystemExit."""
+    from rectified_flow.cli.settings import read_settings
     from rectified_flow.system.machine import share_processors
 
     share_processors()
@@ -71,7 +74,7 @@ def _parse(config_class: str, description: str) -> Any:
     # DDP warns about the gradients of 1x1 convolutions, which are correct in either memory format.
     warnings.filterwarnings("ignore", message="Grad strides do not match", category=UserWarning)
     try:
-        return parse(resolve_name(config_class), description, _arguments(), quiet=not _is_rank_0())
+        return read_settings(resolve_name(config_class), description, _arguments(), quiet=not _is_rank_0())
     except SystemExit as explained:
         if explained.code:
             _await_rank_0()
@@ -170,7 +173,7 @@ def train_oxford() -> None:
     it with torchrun or accelerate launch to train on several devices. The same command resumes from the newest
     checkpoint.
     """
-    run(f"{CLI}.train:train", f"{CLI}.config:TrainConfig", train_oxford.__doc__)
+    run(f"{CLI}.train:train", f"{CLI}.config:TrainConfig", train_oxford.__doc__, in_layers=True)
 
 
 def train_mean_flow() -> None:
@@ -181,7 +184,7 @@ def train_mean_flow() -> None:
     teacher or your own pictures, the program chooses some of the flags that are not given, and prints them. Start it
     with torchrun or accelerate launch to train on several devices. The same command resumes from the newest checkpoint.
     """
-    run(f"{CLI}.train:train", f"{CLI}.config:OneStepConfig", train_mean_flow.__doc__)
+    run(f"{CLI}.train:train", f"{CLI}.config:OneStepConfig", train_mean_flow.__doc__, in_layers=True)
 
 
 def sample() -> None:

@@ -1,98 +1,117 @@
-"""From the ``config.json`` of a run or checkpoint to a config."""
+"""The layers of a run's settings that other runs have recorded: the run itself when it resumes, and its teacher's."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields
 from os.path import lexists
 from pathlib import Path
 from typing import Any, TypeVar
 
 from accelerate import PartialState
 
-from rectified_flow.cli.config import NetworkConfig, TrainConfig
+from rectified_flow.cli.config import ColumnConfig, DataConfig, NetworkConfig, SourceConfig, TrainConfig
 from rectified_flow.cli.distill import REMEDY, DistillationData, recipe_of
-from rectified_flow.data.config import RunData
+from rectified_flow.cli.settings import Settings, flags_in, typed_flags
 from rectified_flow.distributed import on_main
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import based_on, command_line, config_from, flags_in, plain, replaced, rules_of, values_of
+from rectified_flow.flags import command_line, rules_of
+from rectified_flow.registry import as_plain
 from rectified_flow.runs import checkpoint
+from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.folder import prepare_folders, read_config
 
 C = TypeVar("C", bound=TrainConfig)
+DATA_FLAGS = frozenset(each.name for kind in (DataConfig, SourceConfig, ColumnConfig) for each in fields(kind))
+INHERITED = DATA_FLAGS | {each.name for each in fields(NetworkConfig)} | {"prediction"}
+"""Flags that a student has from the run of its teacher."""
 
 
-def config_in(document: Mapping[str, Any], source: object, kind: type[C]) -> C:
-    """Return the config that the ``config.json`` of a run records; flags that it lacks have their defaults."""
-    return _with_data_seed(config_from(kind, flags_in(document), source))
-
-
-def _with_data_seed(config: C) -> C:
-    return replaced(config, {"data_seed": config.run.seed}) if config.data.data_seed is None else config
-
-
-def config_of(path: Path, kind: type[C] = TrainConfig) -> C:  # type: ignore[assignment]
-    """Return the config of a run by its folder or checkpoint."""
-    document = read_config(path / checkpoint.CONFIG_FILE)
-    if "network" not in flags_in(document):
+def recorded_flags(path: Path, kind: type[TrainConfig] = TrainConfig) -> dict[str, Any]:
+    """Return the flags that a run records, by its folder or checkpoint."""
+    flags = flags_in(read_config(path / checkpoint.CONFIG_FILE))
+    if "network" not in flags:
         raise UsageError(f"{path} was not trained by rectified-flow train: pass one of its runs")
-    return config_in(document, path / checkpoint.CONFIG_FILE, kind)
+    return typed_flags(kind, flags, path / checkpoint.CONFIG_FILE)
 
 
-def begun_config(config: C) -> C | None:
-    """Return the config that the run of ``config`` began with, or None if it begins now. Call in one process only."""
-    run = config.run
+def begun_flags(run: TrainingConfig, distilled: DistillationData | None) -> dict[str, Any] | None:
+    """Return the flags that a run began with, or None if it begins now. Call in one process only."""
     found = checkpoint.list_checkpoints(run.checkpoint_dir or checkpoint.place_of(run.output_dir))
-    distilled = DistillationData.of(config)
     if not found and distilled is not None and _stored_source(distilled) is not None:
         found = [run.output_dir]  # killed while the data of the teacher were generated
     for newest in reversed(found):
         with suppress(UsageError):  # the trainer reports a damaged checkpoint; runs of Python record no flags
-            return config_of(newest, type(config))
+            return recorded_flags(newest)
     return None
 
 
-def resolved(config: C) -> tuple[C, bool]:
-    """Return the flags of a run, and whether the run has begun before. Collective.
-
-    The given flags take precedence over those that the run began with, or over the data and the network of its teacher.
-    """
-    state = PartialState()
-    begun = on_main(state, lambda: begun_config(config))
+def with_record(settings: Settings[C]) -> tuple[Settings[C], bool]:
+    """Return the settings with what the run or its teacher has recorded, and whether the run has begun. Collective."""
+    values, state = settings.values, PartialState()
+    distilled = distillation_of(values)
+    begun = on_main(state, lambda: begun_flags(values.run, distilled))
     if begun is not None:
-        check_method(config, begun)
-        given, teacher, of_run = config.given, begun.teacher.teacher, config.teacher.teacher
-        if teacher is not None and of_run is not None and teacher.resolve().is_relative_to(of_run.resolve()):
-            given -= {"teacher"}  # the run of the teacher may have a newer checkpoint by now
-        known = based_on(begun, config, given | {"output_dir", "resume"})
-        total = known.run.global_batch_size
-        if total is not None and "global_batch_size" not in config.given:  # the number of processes may have changed
-            share, most = max(total // state.num_processes, 1), known.run.batch_size
-            batch = most and next(each for each in range(min(share, most), 0, -1) if share % each == 0)
-            sizes = {"global_batch_size": share * state.num_processes, "batch_size": batch}
-            known = replaced(known, sizes | {"gradient_accumulation_steps": config.run.gradient_accumulation_steps})
-        return known, True
-    config = _with_data_seed(replaced(config, {"method": config.method}))
-    if config.method in ("mean_flow", "distill") and "lr_decay" not in config.given:
-        config = replaced(config, {"lr_decay": "cosine"})
-    distilled = DistillationData.of(config)
-    return (config if distilled is None else on_main(state, lambda: _with_teacher(config, distilled))), False
+        check_method(values.method, begun, values.run.output_dir)
+        if "global_batch_size" not in settings.given:
+            begun |= _split_again(begun, state.num_processes)
+        return settings.with_layer("recorded", begun).resolving(_same_teacher(begun, values.teacher.teacher)), True
+    chosen: dict[str, Any] = {"method": values.method}
+    if values.data.data_seed is None:
+        chosen["data_seed"] = values.run.seed
+    if values.method in ("mean_flow", "distill"):
+        chosen["lr_decay"] = "cosine"
+    if distilled is None:
+        return settings.with_layer("plan", chosen), False
+    source = on_main(state, lambda: _source_of(distilled))
+    theirs = on_main(state, lambda: recorded_flags(source))
+    _check_teacher(source, Settings(TrainConfig, {"recorded": theirs}).values, distilled)
+    _check_inherited(source, theirs, settings.layers.get("given", {}), settings.given & INHERITED)
+    # Augmented pictures would not be the ends of the teacher's paths.
+    inherited = {name: value for name, value in theirs.items() if name in INHERITED} | {"augment": 0.0}
+    return settings.with_layer("teacher", inherited).with_layer("plan", chosen).resolving({"teacher": source}), False
 
 
-def check_method(config: TrainConfig, begun: TrainConfig) -> None:
-    """Raise a UsageError if a run began with another method than that of ``config``."""
-    if begun.method != config.method:
-        folder = config.run.output_dir
-        raise UsageError(f"{folder} belongs to a run with --method {begun.method}: choose another --output_dir")
+def distillation_of(values: TrainConfig) -> DistillationData | None:
+    """Return the data that the teacher of a run generates; None without a teacher."""
+    scale, run = values.flow.guidance_scale, values.run
+    return DistillationData.of(values.teacher, values.method, scale, seed=run.seed, output_dir=run.output_dir)
 
 
-def check_one_step(config: TrainConfig) -> None:
-    """Check that the folder of the one-step generator that ``config`` describes is free, or that it began there."""
-    if not lexists(config.run.output_dir):
+def _split_again(begun: Mapping[str, Any], processes: int) -> dict[str, Any]:
+    """Return the sizes of a recorded global batch for another number of processes, which may not divide it."""
+    total, most = begun.get("global_batch_size"), begun.get("batch_size")
+    if total is None:
+        return {}
+    share = max(total // processes, 1)
+    # The largest part of a process's share that is no larger than the recorded one, and that the share is made of.
+    batch = most and next(each for each in range(min(share, most), 0, -1) if share % each == 0)
+    return {"global_batch_size": share * processes, "batch_size": batch, "gradient_accumulation_steps": None}
+
+
+def _same_teacher(begun: Mapping[str, Any], given: Path | None) -> dict[str, Any]:
+    """Return the recorded checkpoint of the teacher if its run is given, which may have a newer one by now."""
+    teacher: Path | None = begun.get("teacher")
+    if teacher is None or given is None or not teacher.resolve().is_relative_to(given.resolve()):
+        return {}
+    return {"teacher": teacher}
+
+
+def check_method(method: str, begun: Mapping[str, Any], folder: Path) -> None:
+    """Raise a UsageError if a run began with another method."""
+    before = begun.get("method") or "rectified"
+    if before != method:
+        raise UsageError(f"{folder} belongs to a run with --method {before}: choose another --output_dir")
+
+
+def check_one_step(values: TrainConfig) -> None:
+    """Check that the folder of a one-step generator is free, or that it began there. Call in one process only."""
+    if not lexists(values.run.output_dir):
         return
-    prepare_folders(config.run)
-    begun, distilled = begun_config(config), DistillationData.of(config)
+    prepare_folders(values.run)
+    distilled = distillation_of(values)
+    begun = begun_flags(values.run, distilled)
     if begun is not None:
-        check_method(config, begun)
+        check_method(values.method, begun, values.run.output_dir)
     if distilled is not None:
         _stored_source(distilled)
 
@@ -110,23 +129,25 @@ def _stored_source(distilled: DistillationData) -> Path | None:
     return source
 
 
-def _with_teacher(config: C, distilled: DistillationData) -> C:
-    """Return a config with the data and the network of the teacher's run, and with the teacher's checkpoint."""
-    source = checkpoint.resolve(_stored_source(distilled) or distilled.teacher, (checkpoint.CONFIG_FILE,))
-    teacher: TrainConfig = config_of(source)
+def _source_of(distilled: DistillationData) -> Path:
+    """Return the checkpoint of the teacher."""
+    return checkpoint.resolve(_stored_source(distilled) or distilled.teacher, (checkpoint.CONFIG_FILE,))
+
+
+def _check_teacher(source: Path, teacher: TrainConfig, distilled: DistillationData) -> None:
+    """Raise a UsageError if a student cannot learn from a teacher with these flags."""
     if distilled.kind == "paths" and teacher.flow.prediction != "velocity":
         raise UsageError(f"--teacher {source} predicts {teacher.flow.prediction}: pass a run that predicts velocity")
     is_condition = teacher.source.is_given and not teacher.source.as_start
     has_conditions = teacher.network.use_cfg or teacher.columns.condition_on or is_condition
     if distilled.recipe.guidance_scale != 1 and not has_conditions:
         raise UsageError(f"--guidance_scale needs conditions, and {source} has none")
-    rules, mine, theirs = rules_of(type(config)), plain(config), plain(teacher)
-    shared = config.given & {*rules_of(RunData), *rules_of(NetworkConfig), "prediction"}
-    for name in sorted(shared):
-        if not rules[name].local and mine[name] != theirs[name]:
-            inherited = " ".join(command_line({name: theirs[name]}))
+
+
+def _check_inherited(source: Path, theirs: Mapping[str, Any], given: Mapping[str, Any], names: Collection[str]) -> None:
+    """Raise a UsageError if a given flag contradicts the one of the teacher's run; those of this machine may differ."""
+    rules = rules_of(TrainConfig)
+    for name in sorted(names):
+        if not rules[name].local and given.get(name) != theirs.get(name):
+            inherited = " ".join(command_line({name: as_plain(theirs.get(name), name)}))
             raise UsageError(f"--{name} has no effect with --teacher: the run inherits {inherited} of {source}")
-    local = {name: value for name, value in values_of(config).items() if name in shared and rules[name].local}
-    data = replace(teacher.data, augment=0.0)  # augmented pictures would not be the ends of the teacher's paths
-    config = replace(config, data=data, source=teacher.source, columns=teacher.columns, network=teacher.network)
-    return replaced(config, {"teacher": source, "prediction": teacher.flow.prediction, **local})

@@ -14,14 +14,14 @@ from torchvision.transforms.functional import pil_to_tensor
 from tqdm.auto import tqdm
 
 from rectified_flow.cli.build import open_trained
-from rectified_flow.cli.config import MeasureConfig, PicturesConfig, SampleConfig
+from rectified_flow.cli.config import PicturesConfig, SampleConfig
 from rectified_flow.cli.evaluate import real_data
 from rectified_flow.cli.sample_request import GRID_PICTURES, PREVIEW, SampleRequest, read_request
 from rectified_flow.condition import read_written
 from rectified_flow.distributed import check_shared, on_main
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.features import GREY_LEVELS, RealData, average_colours, reference_features
-from rectified_flow.flags import replaced
+from rectified_flow.flags import with_values
 from rectified_flow.flows.flow import Flow, sample_batches
 from rectified_flow.flows.solvers import NO_GUIDANCE
 from rectified_flow.hub import card_of_run, claim_model, save_pretrained
@@ -86,15 +86,16 @@ def sample(config: SampleConfig) -> None:
     like = None if config.samples.like is None else read_provenance(config.samples.like)
     if like is not None:
         scales = tuple(f"{name}={scale:g}" for name, scale in like.guidance.items())
-        config = replaced(config, asdict(like) | {"guidance": scales, "like": None})
+        config = with_values(config, asdict(like) | {"guidance": scales, "like": None})
     flags, model = config.samples, config.samples.save_pretrained
     state, trained, options = open_trained(config)
     options |= {"seed": flags.seed, "batch_size": config.model.batch_size}
     request = read_request(flags, trained, options) if like is None else _repeat(like, trained, options)
     settings = _settings_of(config, trained, request)
     card = {} if model is None else card_of_run(trained, flags.license)
-    place = MeasureConfig(dataset_path=next(iter(flags.nearest or ()), None))  # where the training pictures are now
-    data = None if flags.nearest is None else real_data(place, trained, state)[0]
+    data = None
+    if flags.nearest is not None:  # a folder is where the training pictures are now
+        data = real_data(trained, dataset_path=next(iter(flags.nearest), None))[0]
     folder = flags.output_dir or trained.run_folder / ("generated" if like is None else "like")
     outputs = Outputs(folder, request, trained.flow.space, settings if flags.metadata else None)
     with ExitStack() as held:

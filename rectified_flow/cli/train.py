@@ -1,32 +1,43 @@
 """The training program: open the data, plan the run, build the flow, train."""
 
-from dataclasses import replace
+from collections.abc import Collection, Mapping
 from math import ceil, gcd
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import set_seed
 
-from rectified_flow.cli import planning
+from rectified_flow.cli import facts, plan
 from rectified_flow.cli.build import build_flow, choose_flow, choose_network, join
-from rectified_flow.cli.config import UNET, EvaluationConfig, OneStepConfig, TrainConfig, check_outside
-from rectified_flow.cli.data import build_space, check_source, find_data, open_data, split_of, summary_of, with_space
+from rectified_flow.cli.config import (
+    UNET,
+    DataConfig,
+    EvaluationConfig,
+    NetworkConfig,
+    OneStepConfig,
+    TrainConfig,
+    check_outside,
+)
+from rectified_flow.cli.data import build_space, check_source, data_of, flags_of_files, summary_of
 from rectified_flow.cli.distill import DistillationData, open_distilled
-from rectified_flow.cli.plan import MIN_TO_HOLD_OUT, proposed_share
-from rectified_flow.cli.record import check_one_step, resolved
-from rectified_flow.data.config import RunData
+from rectified_flow.cli.record import DATA_FLAGS, check_one_step, distillation_of, with_record
+from rectified_flow.cli.settings import Settings, check_rules
+from rectified_flow.condition import ConditionSpecs
+from rectified_flow.data.description import RunData
 from rectified_flow.data.sources import ImageSource
 from rectified_flow.data.store import ImageDataset, StoreDataset
 from rectified_flow.distributed import check_equal, on_main
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.evaluator import Evaluator
 from rectified_flow.evaluation.features import RenderedItems
-from rectified_flow.evaluation.heldout import HeldOutPictures, Split
-from rectified_flow.flags import check_rules, name_of, recorded, refuse, replaced, rules_of, values_of
+from rectified_flow.evaluation.heldout import HeldOutPictures, Split, hold_out
+from rectified_flow.flags import recorded, refuse, rules_of
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.flow_map import FlowMap, takes_interval
+from rectified_flow.parts import name_of
 from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
@@ -34,7 +45,8 @@ from rectified_flow.runs.folder import check_start, describe_run, write_config
 from rectified_flow.spaces.space import Space
 from rectified_flow.system.terminal import line, lines, size_text
 from rectified_flow.training.evaluations import Callback, EvaluationHook, HeldOutHook
-from rectified_flow.training.trainer import Trainer
+from rectified_flow.training.speed import Speed, summarize
+from rectified_flow.training.trainer import Trainer, build_accelerator, choose_precision
 
 MEASUREMENTS = 10
 """Least number of measurements of the held-out loss in a run by default, before the limit of MEASURED_SHARE."""
@@ -42,169 +54,290 @@ MEASURED_SHARE = 0.05
 """Largest share of a run's computations for the held-out loss, unless a flag asks for its measurement."""
 
 
-def train(config: TrainConfig) -> bool:
+def train(settings: Settings[TrainConfig]) -> bool:
     """Train by the flags; return whether the run finished.
 
     With ``--one_step``, a one-step generator then learns from the run, and this run has to finish, too.
     """
-    program = config.program
+    program = settings.values.program
     if not program.one_step or program.dry_run:
-        return train_run(config)
-    one_step = one_step_of(config)
-    on_main(join(config), lambda: check_one_step(one_step))
-    if not train_run(config):
+        return train_run(settings)
+    second = one_step_of(settings.values, settings.layers.get("given", {}))
+    on_main(join(settings.values), lambda: check_one_step(second.values))
+    if not train_run(settings):
         return False
     AcceleratorState._reset_state()  # the run may have another precision
-    return train_run(one_step)
+    return train_run(second)
 
 
-def one_step_of(config: TrainConfig) -> OneStepConfig:
-    """Return the flags of the one-step generator of ``--one_step``: half of the budget, and this machine's flags."""
-    run, rules, values = config.run, rules_of(TrainConfig), values_of(config)
-    shared = {name: values[name] for name in config.given if rules[name].local and name not in rules_of(RunData)}
-    flags: dict[str, Any] = {"teacher": run.output_dir, "output_dir": run.output_dir / "one-step"}
-    flags |= {"budget": planning.budget_of(config), "seed": run.seed, **shared}
+def one_step_of(values: TrainConfig, given: Mapping[str, Any]) -> Settings[TrainConfig]:
+    """Return the settings of the one-step generator of ``--one_step``: half of the budget, and this machine's flags."""
+    rules, run = rules_of(TrainConfig), values.run
+    flags = {name: value for name, value in given.items() if rules[name].local and name not in DATA_FLAGS}
+    flags |= {"teacher": run.output_dir, "output_dir": run.output_dir / "one-step", "seed": run.seed}
+    flags["budget"] = facts.budget_of(values.program, is_own=True, has_length=False)
     if run.checkpoint_dir is not None:
         flags["checkpoint_dir"] = run.checkpoint_dir / "one-step"
-    made = replaced(OneStepConfig(), flags)
-    object.__setattr__(made.program, "given", frozenset(flags))
-    return made
+    return Settings(OneStepConfig, {"given": flags})
 
 
-def train_run(config: TrainConfig) -> bool:
+def train_run(settings: Settings[TrainConfig]) -> bool:
     """Train one run by the flags, or print its plan; return whether it finished."""
-    check_flags(config)
-    state, dry_run = join(config), config.program.dry_run
-    set_seed(config.run.seed)
+    check_flags(settings.values, settings.given)
+    state, program = join(settings.values), settings.values.program
+    set_seed(settings.values.run.seed)
 
     # Settings that the flags leave open are taken from the folders of the run, of its teacher and of the data.
-    config, has_begun = resolved(config)
-    config = replace(config, data=with_space(config.data, may_choose=not (has_begun or config.teacher.teacher)))
-    found = find_data(config.data)
-    if not isinstance(found, ImageSource):
-        check_items(config)
-    elif not has_begun:
-        config = planning.with_recipe(config, found)
+    settings, has_begun = with_record(settings)
+    values = settings.values
+    distilled = distillation_of(values)
+    time = None if has_begun else time_of(values, settings.fixed)
+    settings = settings.resolving(flags_of_files(values.data, may_choose=not has_begun and distilled is None))
+    values = settings.values
+    data = data_of(values.data, values.source, values.columns)
+    found: Any = data.find()
+    if not data.has_pictures:
+        check_items(settings.given, data.name)
+    elif not has_begun and distilled is None and facts.may_choose(program, is_own=is_own(values)):
+        settings = with_recipe(settings, found, time)
+        values = settings.values
+        data = data_of(values.data, values.source, values.columns)
 
     # All checks that need no data precede the decoding of the pictures, which can take hours.
-    space = _space_of(config, found, has_begun=has_begun)
-    on_main(state, lambda: check_start(config.run, config.origin, writes=not dry_run))
-    if not dry_run:
+    space = build_space(values.data, found)
+    _check_space(space, values, encodes_centre="crop" in settings.given and not has_begun)
+    if time is None or "network" in settings.fixed or distilled is not None:
+        check_sides(values.network, values.data, space)
+    start = values.init.origin(values.data.starter) if distilled is None else distilled.teacher
+    on_main(state, lambda: check_start(values.run, start, writes=not program.dry_run))
+    if not program.dry_run:
         space.prepare(state.device)
-    data = _open_data(config, found)
-    space = build_space(config.data, data) if space.autoencoder is None else space
-    distilled, has_pictures = DistillationData.of(config), isinstance(data, ImageDataset)
-    split = hold_out_pictures(data, config) if has_pictures and distilled is None else None
-    count, conditions = len(data) if split is None else len(split.training), getattr(data, "conditions", {})
-    if has_pictures or dry_run:
-        config = planning.with_plan(config, has_begun, count, conditions, space)
-    check_sides(config, space)
+    opened = _opened(data, found)
+    space = build_space(values.data, opened) if space.autoencoder is None else space
+    split = None
+    if data.has_pictures and distilled is None:
+        stops, seed = values.evaluation.stop_when_memorising, values.data.data_seed or 0
+        is_given = "holdout" in settings.given
+        split = hold_out_pictures(opened, values.data.holdout, seed, is_given=is_given, stops=stops)
+    count, conditions = len(opened) if split is None else len(split.training), getattr(opened, "conditions", {})
+    if not has_begun and (data.has_pictures or program.dry_run):
+        settings = with_plan(settings, time, count, conditions, space)
+        values = settings.values
+    check_sides(values.network, values.data, space)
+    return train_settled(values, data, opened, split, space, has_begun=has_begun)
 
-    # The flags are final.
-    flow = build_flow(config, conditions, space.with_augmentation(config.data.augment))
-    start_from(config.origin if distilled is None else distilled.teacher, config.run, flow)
-    summary: dict[str, object] = {"pictures": summary_of(data)} if has_pictures else {"items": len(data)}
+
+def train_settled(
+    values: TrainConfig, data: RunData, opened: Any, split: Split | None, space: Space, *, has_begun: bool
+) -> bool:
+    """Train by final flags on open data, or print the size of the run; return whether it finished.
+
+    Args:
+        values: the flags.
+        data: the description of the data.
+        opened: the data.
+        split: the rows of the data on either side of the split, if some are held out.
+        space: the space of the data.
+        has_begun: whether the run resumes.
+    """
+    state, distilled = PartialState(), distillation_of(values)
+    conditions, count = getattr(opened, "conditions", {}), len(opened) if split is None else len(split.training)
+    start = values.init.origin(values.data.starter) if distilled is None else distilled.teacher
+    flow = build_flow(values, conditions, space.with_augmentation(values.data.augment))
+    start_from(start, values.run, flow)
+    summary: dict[str, object] = {"pictures": summary_of(opened)} if data.has_pictures else {"items": len(opened)}
     state.print(lines(summary | ({"values": space.summary} if space.summary else {})))
-    if dry_run:
-        planning.print_dry_run(config, flow, count)
+    if values.program.dry_run:
+        shown = f"{data.name} at {values.data.framing.size_text} px"
+        print_dry_run(values.run, flow, shown, _items_of(distilled, count))
         return True
+    records: dict[str, Any] = {"data": describe(data), "flags": recorded(values)}
     if distilled is not None and not has_begun:  # a run that is killed while it generates the data keeps its plan
-        document = describe_run(config.run, describe(flow), data, **_records(config))
-        on_main(state, lambda: write_config(config.run.output_dir, document))
-    rows = _open_rows(config, flow, data)
+        document = describe_run(values.run, describe(flow), opened, **records)
+        on_main(state, lambda: write_config(values.run.output_dir, document))
+    holdout = values.data.holdout, values.data.data_seed or 0
+    rows = _rows(distilled, flow, opened, holdout, values.run, mirrored=values.data.horizontal_flip)
     training, held_out = (rows, None) if split is None else split.divide(rows)
-    callbacks = _callbacks(config, flow, data, split, training, held_out)
-    texts_of = data if distilled is not None else held_out  # distillation data have no texts for previews
-    return Trainer(flow, training, config.run, callbacks=callbacks, preview_data=texts_of, **_records(config)).train()
+    callbacks = _callbacks(values.run, values.evaluation, flow, opened, split, data.name)
+    if held_out is not None:
+        callbacks.insert(0, build_heldout_hook(values.run, values.evaluation, training, held_out))
+    texts_of = opened if distilled is not None else held_out  # distillation data have no texts for previews
+    return Trainer(flow, training, values.run, callbacks=callbacks, preview_data=texts_of, **records).train()
 
 
-def _space_of(config: TrainConfig, found: Any, *, has_begun: bool) -> Space:
-    """Return the space of the data, whose scale may be unknown yet, after all checks that need no data."""
-    space = build_space(config.data, found)
-    check_source(config.source)
-    crops = space.autoencoder is not None and "crop" in config.given and config.data.crop == "random" and not has_begun
-    refuse({"crop random": crops}, "has no effect with --autoencoder, which encodes the centre: leave it out")
-    by_features = config.evaluation.evaluate_every > 0 and "frechet" not in space.metrics
-    refuse({"evaluate_every": by_features}, "compares features of photographs: leave it out, and run evaluate.py")
-    if has_begun or not planning.chooses_network(config):
-        check_sides(config, space)
-    return space
+def is_own(values: TrainConfig) -> bool:
+    """Return whether the data are a folder of the user's, or those of a teacher, whose runs have a budget."""
+    return values.data.dataset_path is not None or values.teacher.teacher is not None
 
 
-def check_flags(config: TrainConfig) -> None:
+def time_of(values: TrainConfig, fixed: Collection[str]) -> str | None:
+    """Return the time of a run in words; None if nothing is planned, or a flag gives the length."""
+    return facts.budget_of(values.program, is_own=is_own(values), has_length="train_num_steps" in fixed)
+
+
+def with_recipe(settings: Settings[TrainConfig], source: ImageSource, time: str | None) -> Settings[TrainConfig]:
+    """Return the settings with those that suit the pictures of a source, and print them. Collective."""
+    values, size = settings.values, None
+    if time is not None:
+        size = {}
+        rules = rules_of(TrainConfig)
+        is_free = not any(rules[name].fixes_size for name in settings.given)
+        if is_free and values.init.origin(values.data.starter) is None and not values.data.space:
+            precisions = facts.precisions(values.run, values.method, settings.fixed)
+            size = facts.chosen_size(
+                source, values.data, time, precisions, lambda flags: speed_of(settings.with_layer("given", flags))
+            )
+    levels = len(values.network.dim_mults)
+    return settings.with_layer("plan", facts.recipe(values.data, source, levels, settings.fixed, size))
+
+
+def with_plan(
+    settings: Settings[TrainConfig], time: str | None, count: int, conditions: ConditionSpecs, space: Space
+) -> Settings[TrainConfig]:
+    """Return the settings of a run that takes a time, and print its plan; without a time, print its speed. Collective.
+
+    Args:
+        settings: the settings of the run.
+        time: the time in words, or None.
+        count: number of items to train on.
+        conditions: the conditions of the items.
+        space: the space of the data.
+    """
+    values, distilled = settings.values, distillation_of(settings.values)
+    if time is None:
+        facts.print_speed(values.run, speed_of(settings, conditions, space), _items_of(distilled, count))
+        return settings
+    network, why_network = facts.network_of_origin(values.init, values.data, distilled, settings.fixed)
+    settings = settings.with_layer("plan", network)
+    # Another flow may draw no times.
+    fixed = settings.fixed | ({"time_distribution"} if name_of(values.flow.flow) else set())
+    known = facts.facts_of(
+        values.method,
+        values.data,
+        values.run,
+        distilled,
+        fixed,
+        pictures=count,
+        time=time,
+        sides=(space.shape or values.data.framing.shape)[1:],
+        why_network=why_network,
+        starter=facts.starter_of(values.init, values.data, space, settings.given, is_plain=_is_plain(values)),
+    )
+    made = plan.plan(
+        known, lambda trial: speed_of(settings.with_layer("plan", plan.settings_of(known, trial)), conditions, space)
+    )
+    PartialState().print(lines(made.reasons))
+    return settings.with_layer("plan", made.settings)
+
+
+def speed_of(
+    settings: Settings[TrainConfig], conditions: ConditionSpecs | None = None, space: Space | None = None
+) -> Speed:
+    """Measure the images per second of all processes in a training by these settings, and its memory. Collective."""
+    values, distilled = settings.values, distillation_of(settings.values)
+    with torch.random.fork_rng():  # the initial weights of the run do not depend on how many networks are measured
+        space = (space or build_space(values.data)).with_augmentation(values.data.augment)
+        flow = build_flow(values, conditions or {}, space)
+    return facts.training_speed(flow, values.run, distilled.path_points if distilled else 0)
+
+
+def check_flags(values: TrainConfig, given: Collection[str]) -> None:
     """Check relations between flags of different groups, and the names of registered parts."""
-    check_rules(config, config.given)
-    method, has_teacher = config.method, config.teacher.teacher is not None
+    check_rules(values, given)
+    method, has_teacher, run = values.method, values.teacher.teacher is not None, values.run
     needed = "has no effect with --teacher" if has_teacher else "needs --teacher: pass the run of a rectified flow"
     refuse({f"method {method}": (method in ("distill", "reflow")) != has_teacher}, needed)
-    source = config.source.source_path
-    run = config.run
-    written = {"output_dir": run.output_dir, "checkpoint_dir": run.checkpoint_dir, "cache_dir": config.data.cache_dir}
-    check_outside("dataset_path", config.data.dataset_path, **written, source_path=source)
+    source = values.source.source_path
+    written = {"output_dir": run.output_dir, "checkpoint_dir": run.checkpoint_dir, "cache_dir": values.data.cache_dir}
+    check_outside("dataset_path", values.data.dataset_path, **written, source_path=source)
     check_outside("source_path", source, **written)
-    network, flow = choose_network(config.network), choose_flow(config)
-    noisy = config.source.source_noise > 0 and not config.source.as_start
+    network, flow = choose_network(values.network), choose_flow(values.flow, method, is_taught=has_teacher)
+    noisy = values.source.source_noise > 0 and not values.source.as_start
     refuse({"source_noise": noisy}, "has no effect if the source is a condition: pass --source_as start")
-    one_step, is_map = config.program.one_step, issubclass(flow.target, FlowMap)
+    one_step, is_map = values.program.one_step, issubclass(flow.target, FlowMap)
     refuse({"one_step": one_step and is_map}, f"is for rectified flows, not --method {method}: leave it out")
     if (one_step or is_map) and not takes_interval(network.target):
         needed = "has no input r, the end of an interval, which a one-step generator needs: train only a rectified flow"
         raise UsageError(f"--network {network.target.__name__} {needed}")
+    check_source(values.source)
 
 
-def check_items(config: TrainConfig) -> None:
+def check_items(given: Collection[str], dataset: str) -> None:
     """Raise a UsageError if a flag is for pictures, and the data are items of a registered dataset."""
-    rules, dataset = rules_of(type(config)), name_of(config.data.dataset)
-    given = {name: rules[name].for_pictures for name in sorted(config.given & rules.keys())}
-    refuse(given, f"is for pictures, and --dataset {dataset} has items of another kind")
+    rules = rules_of(TrainConfig)
+    refuse(
+        {name: rules[name].for_pictures for name in sorted(given)},
+        f"is for pictures, and --dataset {dataset} has items of another kind",
+    )
 
 
-def _open_data(config: TrainConfig, found: Any) -> Any:
-    """Return the pictures of a source with their columns and sources, or other items unchanged. Collective."""
-    if not isinstance(found, ImageSource):
-        return found
-    pictures = open_data(config.run_data, found)
-    # Different numbers of pictures would desynchronise the processes.
-    facts = {"the number of pictures": len(pictures), "their fingerprint": pictures.fingerprint}
-    check_equal(PartialState(), lambda: facts)
-    return pictures
+def _check_space(space: Space, values: TrainConfig, *, encodes_centre: bool) -> None:
+    """Raise a UsageError if a flag has no effect on data of this space."""
+    crops = space.autoencoder is not None and encodes_centre and values.data.crop == "random"
+    refuse({"crop random": crops}, "has no effect with --autoencoder, which encodes the centre: leave it out")
+    by_features = values.evaluation.evaluate_every > 0 and "frechet" not in space.metrics
+    refuse({"evaluate_every": by_features}, "compares features of photographs: leave it out, and run evaluate.py")
 
 
-def _open_rows(config: TrainConfig, flow: Flow, data: Any) -> Any:
+def _is_plain(values: TrainConfig) -> bool:
+    """Return whether a run trains the rectified flow that starters are, without a teacher."""
+    return values.method == "rectified" and not name_of(values.flow.flow) and values.teacher.teacher is None
+
+
+def _items_of(distilled: DistillationData | None, count: int) -> int:
+    """Return the number of items of an epoch: those of the data, or the samples of a teacher."""
+    return count if distilled is None else distilled.recipe.pairs
+
+
+def print_dry_run(run: TrainingConfig, flow: Flow, data: str, items: int) -> None:
+    """Print the size of a run on data in words, with so many items."""
+    accelerator = build_accelerator(run)
+    accelerator.print(summarize(run, accelerator, flow, data, items))
+
+
+def _opened(data: RunData, found: Any) -> Any:
+    """Return the data, decoded, on all processes. Collective."""
+    opened: Any = data.open(found)
+    if data.has_pictures:  # different numbers of pictures would desynchronise the processes
+        facts = {"the number of pictures": len(opened), "their fingerprint": opened.fingerprint}
+        check_equal(PartialState(), lambda: facts)
+    return opened
+
+
+def _rows(
+    distilled: DistillationData | None,
+    flow: Flow,
+    opened: Any,
+    holdout: tuple[float, int],
+    run: TrainingConfig,
+    *,
+    mirrored: bool,
+) -> Any:
     """Return the data as the space of the flow encodes them, or the data of a teacher. Collective.
 
     The flow gets the space of these rows, whose scales are known now.
     """
-    if (distilled := DistillationData.of(config)) is not None:
-        rows, space = open_distilled(distilled, data, config)
-        flow.space = flow.space.scaled_like(space)
-    else:
-        rows, flow.space = flow.space.encode_all(data, mirrored=config.data.horizontal_flip)
+    if distilled is None:
+        rows, flow.space = flow.space.encode_all(opened, mirrored=mirrored)
+        return rows
+    rows, space = open_distilled(distilled, opened, holdout, choose_precision(run, PartialState().device))
+    flow.space = flow.space.scaled_like(space)
     return rows
 
 
 def _callbacks(
-    config: TrainConfig, flow: Flow, data: Any, split: Split | None, training: Any, held_out: Any
+    run: TrainingConfig, flags: EvaluationConfig, flow: Flow, opened: Any, split: Split | None, name: str
 ) -> list[Callback]:
-    """Return the callbacks that evaluate the network during training."""
-    flags, callbacks, real, unseen = config.evaluation, list[Callback](), data, None
-    if split is not None:
-        callbacks.append(build_heldout_hook(config.run, flags, training, held_out))
-        real, unseen = split.divide(data)
-    elif not isinstance(data, ImageDataset):
-        real = RenderedItems(data, flow.space, name_of(config.data.dataset))
-    if flags.evaluate_every:
-        count, seed = flags.evaluation_samples, config.run.seed
-        evaluator = Evaluator(real, flags.feature_network, num_samples=count, seed=seed, held_out=unseen)
-        callbacks.append(EvaluationHook(evaluator, flags.evaluate_every, keeps_best=not flags.stop_when_memorising))
-    return callbacks
-
-
-def _records(config: TrainConfig) -> dict[str, Any]:
-    """Return the description of the data, and the other flags of the run, for its ``config.json``."""
-    of_data = rules_of(RunData)
-    flags = {name: value for name, value in recorded(config).items() if name not in of_data}
-    return {"data": describe(config.run_data), "flags": flags}
+    """Return the callbacks that evaluate samples during training."""
+    if not flags.evaluate_every:
+        return []
+    real, unseen = (opened, None) if split is None else split.divide(opened)
+    if not isinstance(opened, ImageDataset):
+        real = RenderedItems(opened, flow.space, name)
+    evaluator = Evaluator(
+        real, flags.feature_network, num_samples=flags.evaluation_samples, seed=run.seed, held_out=unseen
+    )
+    return [EvaluationHook(evaluator, flags.evaluate_every, keeps_best=not flags.stop_when_memorising)]
 
 
 def start_from(origin: Path | None, run: TrainingConfig, flow: Flow) -> None:
@@ -225,32 +358,40 @@ def start_from(origin: Path | None, run: TrainingConfig, flow: Flow) -> None:
     state.print(line("start from", f"{source}: {fits:,} of {total:,} weights"))
 
 
-def check_sides(config: TrainConfig, space: Space) -> None:
+def check_sides(network: NetworkConfig, data: DataConfig, space: Space) -> None:
     """Raise a UsageError if the levels of the Unet cannot halve the sides of the pictures, or of their latents."""
-    size, levels = config.data.image_size, len(config.network.dim_mults)
-    shape = space.shape or config.data.framing.shape
+    size, levels = data.image_size, len(network.dim_mults)
+    shape = space.shape or data.framing.shape
     if len(shape) < 3:  # items that are not pictures, for a registered network
         return
     height, width = shape[-2:]
     divisor, common = 2 ** (levels - 1), gcd(height, width)
-    if name_of(config.network.network) == UNET and common % divisor > 0:
+    if name_of(network.network) == UNET and common % divisor > 0:
         kind = "pictures" if space.autoencoder is None else "latents"
         problem = f"--image_size {size} gives {kind} of {size_text(width, height)}, not divisible by {divisor}"
         remedy = f"pass a multiple of {divisor * (size // common)}"
         raise UsageError(f"{problem}, as the {levels} levels of --dim_mults require: {remedy}")
 
 
-def hold_out_pictures(pictures: ImageDataset, config: TrainConfig) -> Split | None:
-    """Return the split by ``--holdout``, or None if nothing is held out. Collective."""
-    state, share, split = PartialState(), config.data.holdout, split_of(pictures, config.data)
-    asked = "holdout" in config.given or config.evaluation.stop_when_memorising
-    if split is None:
-        needed = f"needs pictures to measure on: pass --holdout {proposed_share(len(pictures)):g}"
-        refuse({"stop_when_memorising": config.evaluation.stop_when_memorising}, needed)
-        if len(pictures) < MIN_TO_HOLD_OUT and not asked:
+def hold_out_pictures(pictures: ImageDataset, share: float, seed: int, *, is_given: bool, stops: bool) -> Split | None:
+    """Return the split by ``--holdout``, or None if nothing is held out. Collective.
+
+    Args:
+        pictures: all pictures.
+        share: share to hold out.
+        seed: seed of the split.
+        is_given: whether the user gave the share: then a split that fails is an error.
+        stops: whether the run stops when it memorises, which needs held-out pictures, too.
+    """
+    state, asked = PartialState(), is_given or stops
+    if not share:
+        needed = f"needs pictures to measure on: pass --holdout {plan.proposed_share(len(pictures)):g}"
+        refuse({"stop_when_memorising": stops}, needed)
+        if len(pictures) < plan.MIN_TO_HOLD_OUT and not asked:
             text = f"none of {len(pictures)} pictures, as too few would be left: the run cannot warn when it memorises"
             state.print(line("held out", text))
         return None
+    split = hold_out(pictures, share, seed)
     if split.problem is not None:
         refuse({f"holdout {share:g}": asked}, f"leaves {split.problem}: change it, or pass --holdout 0")
         state.print(line("held out", f"nothing, as --holdout {share:g} leaves {split.problem}"))

@@ -20,7 +20,7 @@ from accelerate import PartialState
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from rectified_flow.data.config import Framing
+from rectified_flow.data.framing import Framing
 from rectified_flow.data.sources import ImageSource, PictureRows, Row
 from rectified_flow.data.store import INFO_FILE, LABELS_FILE, ORIGINALS_FILE, RECIPE_FILE, Original
 from rectified_flow.distributed import on_main

@@ -1,14 +1,15 @@
-"""Open a dataset from the values of flags, and read the metadata and the file names of its pictures."""
+"""Open the pictures of a description, and read the metadata and the file names of the pictures."""
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from rectified_flow.data import OXFORD_FLOWERS
 from rectified_flow.data.build import open_store
-from rectified_flow.data.config import Crop, Framing
+from rectified_flow.data.framing import Crop, Framing
 from rectified_flow.data.metadata import ColumnSpec, choose_columns
 from rectified_flow.data.sources import ImageSource
 from rectified_flow.data.sources.folder import FileFolder, find_files
@@ -16,31 +17,20 @@ from rectified_flow.data.sources.huggingface import HuggingFaceSource, find_data
 from rectified_flow.data.sources.synthetic_flowers import SYNTHETIC_FLOWERS, SyntheticFlowers
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import Positive, refuse, split_part, typed_options
-from rectified_flow.registry import as_plain, find, names, parameters_of
+from rectified_flow.flags import Positive, refuse
+from rectified_flow.parts import split_part, typed_options
+from rectified_flow.registry import find, names, parameters_of, register
 from rectified_flow.system.files import printable, usable_path
 from rectified_flow.system.pictures import content_of
 
 
-def open_dataset(
-    dataset: str,
-    dataset_path: str | Path | None = None,
-    *,
-    image_size: Positive,
-    split: str = "train",
-    cache_dir: str | Path | None = None,
-    skip_broken_images: bool = False,
-    aspect_ratio: str = "1:1",
-    crop: Crop = "center",
-    alpha: bool = False,
-    space: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    source: ImageSource | None = None,
-) -> ImageDataset:
-    """Open a dataset as images of ``image_size`` px, decoding the images first if they are not in a store yet.
+@register
+@dataclass(frozen=True)
+class Pictures:
+    """Pictures, or measurements, as a run is trained on them: where they are, and how they are framed.
 
     Args:
-        dataset: ``synthetic-flowers``, a hub id or a folder; unused if ``dataset_path`` is given.
+        dataset: ``synthetic-flowers``, or a hub id; unused if ``dataset_path`` is given.
         dataset_path: a folder of images, or of a dataset in one of the hub's layouts.
         image_size: short side in pixels.
         split: split of a dataset of the hub, or of a folder with a subfolder per split.
@@ -50,21 +40,112 @@ def open_dataset(
         crop: part to keep: ``center``, ``random`` or ``none``. For random parts, images have a margin, and the
             space of a flow must know the shape of the parts: ``Pixels((3, image_size, image_size))``.
         alpha: keep transparency, as a fourth channel.
-        space: name of the space of the data, or a list of the name and its arguments ``KEY=VALUE``. ``Fields`` reads
-            the files of the folder as measurements, in their own type, instead of as uint8 pictures. With
-            ``channels_last=True``, the last axis of an array is that of the channels; with ``store_bits=16``, floats
-            are stored with 16 bits.
+        space: name of the space of the data, and its arguments ``KEY=VALUE``. ``Fields`` reads the files of the folder
+            as measurements, in their own type, instead of as uint8 pictures. With ``channels_last=True``, the last axis
+            of an array is that of the channels; with ``store_bits=16``, floats are stored with 16 bits.
         exclude: images to leave out: paths relative to the folder, or numbers of rows.
+    """
+
+    dataset: str = ""
+    dataset_path: Path | None = None
+    image_size: Positive = 64
+    split: str = "train"
+    cache_dir: Path | None = None
+    skip_broken_images: bool = False
+    aspect_ratio: str = "1:1"
+    crop: Crop = "center"
+    alpha: bool = False
+    space: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+
+    @property
+    def framing(self) -> Framing:
+        """The form in which the pictures are stored and trained on."""
+        return Framing.of(self.image_size, self.aspect_ratio, alpha=self.alpha, crop=self.crop)
+
+    def find(self) -> ImageSource:
+        """Find the files or the table of the pictures.
+
+        Raises:
+            UsageError: if they cannot be found, or the framing makes no sense.
+        """
+        reader, options, _ = reader_of(self.space)
+        if self.dataset_path is None:
+            if self.dataset == SYNTHETIC_FLOWERS:
+                return SyntheticFlowers(2 * max(self.framing.stored_size))
+            is_folder = os.path.isdir(self.dataset)
+            refuse({f"dataset {self.dataset}": is_folder}, f"is a folder: pass it as --dataset_path {self.dataset}")
+            return HuggingFaceSource(self.dataset, self.split)
+        folder = usable_path("--dataset_path", self.dataset_path).resolve()
+        if not folder.is_dir():
+            what = content_of(folder) if folder.is_file() else None
+            raise UsageError(f"--dataset_path {folder} is not a folder" + f", but {what}" * (what is not None))
+        if reader is not None:
+            return cast(ImageSource, reader(folder, split=self.split, **typed_options("space", reader, options)))
+        if find_dataset_file(folder) is not None:
+            return HuggingFaceSource(folder, self.split)
+        source = FileFolder(folder, split=self.split)
+        for other, _most, odd in _claims(folder):
+            if odd:
+                found = f"{len(odd)} files of {other.kind} are read as pictures, such as {printable(odd[0])}"
+                source.notes.append(f"{found}: pass --space {other.space_name} to read {other.kind}")
+        return source
+
+    def open(self, source: ImageSource | None = None) -> ImageDataset:
+        """Open the pictures, decoding them first if they are not in a store yet.
+
+        Args:
+            source: what :meth:`find` returns, if it is known.
+
+        Raises:
+            UsageError: if the pictures cannot be found, read or stored.
+        """
+        path = open_store(
+            self.find() if source is None else source,
+            self.framing,
+            cache_dir=self.cache_dir,
+            skip_broken_images=self.skip_broken_images,
+            exclude=self.exclude,
+        )
+        return ImageDataset(path, self)
+
+
+def open_dataset(
+    dataset: str | Path = "",
+    dataset_path: str | Path | None = None,
+    *,
+    space: str | Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    cache_dir: str | Path | None = None,
+    source: ImageSource | None = None,
+    **framing: Any,
+) -> ImageDataset:
+    """Open a dataset as images, decoding the images first if they are not in a store yet.
+
+    Args:
+        dataset: ``synthetic-flowers``, a hub id or a folder; unused if ``dataset_path`` is given.
+        dataset_path: a folder of images, or of a dataset in one of the hub's layouts.
+        space: name of the space of the data, or a list of the name and its arguments ``KEY=VALUE``.
+        exclude: images to leave out: paths relative to the folder, or numbers of rows.
+        cache_dir: folder for decoded images; by default the user's cache folder.
         source: the source of the images, in place of the one that ``dataset`` or ``dataset_path`` names.
+        framing: further arguments of :class:`Pictures`, ``image_size`` among them.
 
     Raises:
         UsageError: if the ratio does not suit the size, or the images cannot be found, read or stored.
     """
-    arguments = {name: value for name, value in locals().items() if name != "source"}  # the only locals
     if dataset_path is None and os.path.isdir(dataset):
-        arguments |= {"dataset": "", "dataset_path": dataset}
+        dataset, dataset_path = "", dataset
+    pictures = Pictures(
+        str(dataset),
+        None if dataset_path is None else Path(dataset_path),
+        cache_dir=None if cache_dir is None else Path(cache_dir),
+        space=(space,) if isinstance(space, str) else tuple(space),
+        exclude=tuple(map(str, exclude)),
+        **framing,
+    )
     try:
-        return open_images(source, **arguments)
+        return pictures.open(source)
     except UsageError as error:
         raise type(error)(re.sub(r"--(?=[a-z])", "", str(error))) from error  # a flag has the name of its parameter
 
@@ -85,59 +166,15 @@ class OxfordFlowersDataset(ImageDataset):
     def __init__(
         self, image_size: int = 64, split: str = "train", source: str | Path = OXFORD_FLOWERS, **options: Any
     ) -> None:
-        opened = open_dataset(str(source), image_size=image_size, split=split, **options)
-        super().__init__(opened.path, opened.arguments)
+        opened = open_dataset(source, image_size=image_size, split=split, **options)
+        super().__init__(opened.path, opened.described)
 
 
-def open_images(source: ImageSource | None = None, **given: Any) -> ImageDataset:
-    """Open a dataset by the arguments of :func:`open_dataset`; errors speak of flags."""
-    arguments = {name: as_plain(value, name) for name, value in given.items()}
-    path = open_store(
-        find_source(**arguments) if source is None else source,
-        framing_of(arguments),
-        cache_dir=None if arguments["cache_dir"] is None else Path(arguments["cache_dir"]),
-        skip_broken_images=arguments["skip_broken_images"],
-        exclude=arguments["exclude"],
-    )
-    return ImageDataset(path, arguments)
-
-
-def framing_of(arguments: Mapping[str, Any]) -> Framing:
-    """Return the framing of the pictures that arguments of :func:`open_dataset` decide."""
-    return Framing.of(**{name: arguments[name] for name in ("image_size", "aspect_ratio", "alpha", "crop")})
-
-
-def find_columns(pictures: ImageDataset, wanted: Sequence[str], source: ImageSource | None = None) -> list[ColumnSpec]:
-    """Return the columns of pictures that are asked for, from the source of the pictures if it is known."""
-    source = find_source(**pictures.arguments) if source is None else source
+def find_columns(pictures: ImageDataset, wanted: Sequence[str], source: ImageSource) -> list[ColumnSpec]:
+    """Return the columns of pictures that are asked for, from their source."""
     number = {source.name_of(number): number for number in range(len(source))}
     rows = {original.name: number[original.name] for original in pictures.originals}
     return choose_columns(source.read_table(), rows, wanted, pictures.info.source)
-
-
-def find_source(dataset: str, dataset_path: str | Path | None = None, **arguments: Any) -> ImageSource:
-    """Return the source that arguments of :func:`open_dataset` name."""
-    split, space = arguments.get("split", "train"), arguments.get("space", ())
-    reader, options, _ = reader_of(space)
-    if dataset_path is None:
-        if dataset == SYNTHETIC_FLOWERS:
-            return SyntheticFlowers(2 * max(framing_of(arguments).stored_size))
-        refuse({f"dataset {dataset}": os.path.isdir(dataset)}, f"is a folder: pass it as --dataset_path {dataset}")
-        return HuggingFaceSource(dataset, split)
-    folder = usable_path("--dataset_path", Path(dataset_path)).resolve()
-    if not folder.is_dir():
-        what = content_of(folder) if folder.is_file() else None
-        raise UsageError(f"--dataset_path {folder} is not a folder" + f", but {what}" * (what is not None))
-    if reader is not None:
-        return cast(ImageSource, reader(folder, split=split, **typed_options("space", reader, options)))
-    if find_dataset_file(folder) is not None:
-        return HuggingFaceSource(folder, split)
-    source = FileFolder(folder, split=split)
-    for other, _most, odd in _claims(folder):
-        if odd:
-            found = f"{len(odd)} files of {other.kind} are read as pictures, such as {printable(odd[0])}"
-            source.notes.append(f"{found}: pass --space {other.space_name} to read {other.kind}")
-    return source
 
 
 def reader_of(space: Sequence[str]) -> tuple[Any, list[str], list[str]]:

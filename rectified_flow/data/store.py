@@ -4,7 +4,7 @@ A store is an artifact: a file ``NAME.DTYPE`` ``[n, ...]`` for each entry of its
 ``labels.npy`` ``[n]`` (-1 without labels), ``info.json``, and the manifest by which a later change is noticed.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from rectified_flow.condition import Condition, Labels
-from rectified_flow.data.config import Framing
+from rectified_flow.data.framing import Framing
 from rectified_flow.data.metadata import Column
 from rectified_flow.data.stream import image_indices
 from rectified_flow.errors import UsageError
@@ -77,12 +77,13 @@ def mapped(file: Path, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
 class StoreDataset(Dataset[dict[str, Tensor]]):
     """The rows of a store.
 
-    Pickles as a path, arguments and numbers of rows. Each process maps the files when it first reads, and all share one
-    page cache. Items are dicts of the store's entries and, if the source has labels, ``labels`` (int64 scalar).
+    Pickles as a path, a description and numbers of rows. Each process maps the files when it first reads, and all share
+    one page cache. Items are dicts of the store's entries and, if the source has labels, ``labels`` (int64 scalar).
 
     Args:
         path: a store's folder.
-        arguments: arguments of :func:`rectified_flow.open_dataset` that open the images again.
+        described: a registered object that opens the images again, such as
+            :class:`rectified_flow.data.open.Pictures`.
 
     Attributes:
         rows: the store's rows that are items, in this order; None if all are.
@@ -96,9 +97,9 @@ class StoreDataset(Dataset[dict[str, Tensor]]):
 
     varies = True  # an item may have another source, or another caption, in each epoch
 
-    def __init__(self, path: Path, arguments: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, path: Path, described: object = None) -> None:
         self.path = Path(path)
-        self.arguments = dict(arguments or {})
+        self.described = described
         self.rows: np.ndarray[Any, np.dtype[np.int64]] | None = None
         self.source: StoreDataset | None = None
         self.partners: np.ndarray[Any, np.dtype[np.int64]] | None = None
@@ -257,10 +258,13 @@ class ImageDataset(StoreDataset):
         return self.space.render(self.space.decode(self.space.encode(self.read_entries(indices)["images"])))
 
 
-def pair_by_name(pictures: ImageDataset, source: ImageDataset, *, skip_unpaired: bool) -> ImageDataset:
+def pair_by_name(
+    pictures: ImageDataset, source: ImageDataset, *, skip_unpaired: bool, exclude: Sequence[str] = ()
+) -> ImageDataset:
     """Return the pictures, each with the picture of the same name in ``source`` as its source.
 
-    With ``skip_unpaired``, pictures without a partner of the same shape are left out, and their number is printed.
+    With ``skip_unpaired``, pictures without a partner of the same shape are left out, and their number is printed. The
+    names to ``exclude`` may have a partner, as they are left out of the pictures alone.
     """
     mine, theirs = ([str(Path(name).with_suffix("")) for name in each.names] for each in (pictures, source))
     row_of = {stem: row for row, stem in enumerate(theirs)}
@@ -269,7 +273,7 @@ def pair_by_name(pictures: ImageDataset, source: ImageDataset, *, skip_unpaired:
         for original, row in zip(pictures.originals, map(row_of.get, mine), strict=True)
     ]
     paired = [row for row, partner in enumerate(partners) if partner >= 0]
-    excluded = {str(Path(name).with_suffix("")) for name in pictures.arguments.get("exclude", ())}
+    excluded = {str(Path(name).with_suffix("")) for name in exclude}
     if alone := sorted({*mine, *theirs} - {mine[row] for row in paired} - excluded):
         where = f"--source_path {source.info.source} and --dataset_path {pictures.info.source}"
         found = f"{len(alone)} pictures in {where} have no partner of the same name and shape, such as {alone[0]}"

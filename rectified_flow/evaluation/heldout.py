@@ -81,6 +81,17 @@ def hold_out(pictures: ImageDataset, share: float, seed: int) -> Split:
     return replace(split, sources=sources)
 
 
+def divided(pictures: ImageDataset, share: float, seed: int) -> tuple[ImageDataset, ImageDataset | None]:
+    """Return the pictures that a run is trained on, and those that it holds out, if there are any. Collective."""
+    if not share:
+        return pictures, None
+    split = hold_out(pictures, share, seed)
+    if split.problem is None:
+        return split.divide(pictures)
+    PartialState().print(f"warning: no pictures are held out, as --holdout leaves {split.problem}")
+    return pictures, None
+
+
 def split_rows(colours: Tensor, share: float, seed: int) -> Split:
     """Split pictures with these colours ``[n, 3 * 8 * 8]``; see :func:`hold_out`."""
     draws = np.array([randomness.mix(seed, "held out", value) for value in perceptual_hashes(colours)])

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from rectified_flow import randomness
 from rectified_flow.condition import Values
 from rectified_flow.data.build import StoreWriter, claimed, fill, key_of
-from rectified_flow.data.config import Framing
+from rectified_flow.data.framing import Framing
 from rectified_flow.data.store import ImageDataset, StoreDataset, mapped
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import choose, split_part
 from rectified_flow.latents.autoencoders import Autoencoder, PretrainedAutoencoder
+from rectified_flow.parts import choose, split_part
 from rectified_flow.registry import describe, names, register
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.spaces.space import RGB, Shape, Space
@@ -256,4 +256,4 @@ def encode_pictures(pictures: ImageDataset, autoencoder: Autoencoder, *, mirrore
     with claimed(writer) as is_missing:
         if is_missing:
             fill(writer, make, document, batch_size=BATCH_SIZE)
-    return LatentDataset(path, pictures.arguments)
+    return LatentDataset(path, pictures.described)

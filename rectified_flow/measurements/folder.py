@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rectified_flow.data.config import Framing
+from rectified_flow.data.framing import Framing
 from rectified_flow.data.sources import PictureRows, Row
 from rectified_flow.data.sources.folder import FileFolder, is_image
 from rectified_flow.errors import UsageError, first_line

@@ -16,8 +16,8 @@ from torch import Tensor
 from rectified_flow import randomness
 from rectified_flow.condition import Values, as_number
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import choose_named
 from rectified_flow.measurements.files import Array, FieldFormat, as_type, encode_field, fit_field, read_field
+from rectified_flow.parts import choose_named
 from rectified_flow.registry import describe, register
 from rectified_flow.spaces.augmentation import augmented
 from rectified_flow.spaces.pixels import cropped, mirrored

@@ -42,19 +42,23 @@ class TrainingConfig(Flags):
         UsageError: where a value makes no sense, or two exclude each other.
     """
 
-    batch_size: Annotated[BatchSize | None, default_is("64, or as --global_batch_size implies")] = None
+    batch_size: Annotated[
+        BatchSize | None, flag(choice="batch"), default_is("64, or as --global_batch_size implies")
+    ] = None
     """Per-process micro-batch size."""
-    global_batch_size: BatchSize | None = None
+    global_batch_size: Annotated[BatchSize | None, flag(choice="batch")] = None
     """Items per optimizer step over all processes; with --batch_size, gradients are accumulated to reach it."""
-    gradient_accumulation_steps: Annotated[BatchSize | None, default_is("1, or as the two batch sizes imply")] = None
+    gradient_accumulation_steps: Annotated[
+        BatchSize | None, flag(choice="batch"), default_is("1, or as the two batch sizes imply")
+    ] = None
     """Micro-batches of each process per optimizer step."""
-    train_num_steps: Annotated[Positive | None, default_is("100000")] = None
+    train_num_steps: Annotated[Positive | None, flag(choice="length"), default_is("100000")] = None
     """Optimizer steps; excludes --num_epochs."""
-    num_epochs: Annotated[PositiveNumber | None, flag(excludes="train_num_steps")] = None
+    num_epochs: Annotated[PositiveNumber | None, flag(choice="length", excludes="train_num_steps")] = None
     """Passes over the dataset; excludes --train_num_steps."""
-    optimizer: Annotated[Part, flag(shapes_training=True)] = ("adamw",)
+    optimizer: Annotated[Part, flag(choice="optimizer", shapes_training=True)] = ("adamw",)
     """adamw, muon, or a registered optimizer, and its arguments, such as betas=[0.9,0.99]."""
-    learning_rate: Annotated[PositiveNumber, flag(shapes_training=True)] = 3e-4
+    learning_rate: Annotated[PositiveNumber, flag(choice="optimizer", shapes_training=True)] = 3e-4
     """Peak learning rate."""
     lr_warmup_steps: Annotated[Natural, flag(shapes_training=True)] = 500
     """Optimizer steps over which the learning rate rises from 0."""

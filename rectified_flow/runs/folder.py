@@ -23,7 +23,8 @@ from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
 from rectified_flow.errors import DamageError, UsageError, first_line
-from rectified_flow.flags import flags_in, plain, recorded, rules_of
+from rectified_flow.flags import plain, recorded, rules_of
+from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.checkpoint import BEST, FLOW_FILE, RunIdentity
 from rectified_flow.runs.config import TrainingConfig
@@ -42,8 +43,12 @@ RUN_FILES = ("config.json", STATUS_FILE, "loss.png", "samples")
 def describe_run(
     config: TrainingConfig, flow: Mapping[str, Any], dataset: Dataset[Any], data: Block = None, flags: Block = None
 ) -> dict[str, Any]:
-    """Return the contents of the ``config.json`` of a run."""
-    data = data or getattr(dataset, "arguments", None) or {"description": data_description(dataset)}
+    """Return the contents of the ``config.json`` of a run: the data and the flow, from which both are built, and flags.
+
+    The block ``training`` has all flags that start the run again, those that name the data and the flow among them.
+    """
+    described = getattr(dataset, "described", None)
+    data = data or ({"description": data_description(dataset)} if described is None else describe(described))
     return {"data": dict(data), "flow": dict(flow), "training": recorded(config) | dict(flags or {})}
 
 
@@ -63,7 +68,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """Read the ``config.json`` at ``path``."""
     blocks = read_document(path, dict[str, dict[str, Any] | None])
     document = {name: block for name, block in blocks.items() if block}
-    if document.keys().isdisjoint(("training", "run", "flags")):  # commit c5b7768 wrote the last two
+    if "training" not in document:
         raise DamageError(f"{path} is not the config.json of a run")
     return document
 
@@ -180,7 +185,7 @@ def _changes(config: TrainingConfig, flow: Mapping[str, Any] | None, path: Path)
     An option of the flow that an older version lacked counts as off. Arguments of the network that only one version
     has, and parts of the network, are compared by the weights alone.
     """
-    known, given = flags_in(read_config(path / checkpoint.CONFIG_FILE)), plain(config)
+    known, given = read_config(path / checkpoint.CONFIG_FILE)["training"], plain(config)
     names = [name for name, rule in rules_of(TrainingConfig).items() if rule.shapes_training and name in known]
     then, now = ({name: flags[name] for name in names} for flags in (known, given))
     if flow is not None and (path / FLOW_FILE).exists():

@@ -11,7 +11,6 @@ from accelerate import Accelerator
 from tqdm.auto import tqdm
 
 from rectified_flow.errors import DamageError, UsageError, first_line
-from rectified_flow.flags import flags_in
 from rectified_flow.runs.checkpoint import step_name
 from rectified_flow.system.files import flush, parse_document, read_bytes, replace_file
 from rectified_flow.system.outputs import claim, write_output
@@ -112,7 +111,7 @@ class RunLog:
 
     def start_trackers(self, document: Mapping[str, Any], run_id: str) -> None:
         """Start the tracker of ``--log_with``, if any; a resumed run continues there as ``run_id``."""
-        flags = flags_in(document)
+        flags = document["training"]
         simple = {name: value if isinstance(value, bool | int | float) else str(value) for name, value in flags.items()}
         settings: dict[str, dict[str, Any]] = {
             "tensorboard": {"purge_step": self.step + 1},

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rectified_flow.flags import choose
+from rectified_flow.parts import choose
 from rectified_flow.registry import register
 from rectified_flow.runs.config import TrainingConfig
 

@@ -11,10 +11,11 @@ import pytest
 
 from rectified_flow.cli.build import build_flow
 from rectified_flow.cli.config import EvaluateConfig, ExportConfig, OneStepConfig, SampleConfig, TrainConfig
+from rectified_flow.cli.data import build_space
 from rectified_flow.cli.programs import PROGRAMS
+from rectified_flow.cli.settings import parse
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import flag_types, parse, recorded
-from rectified_flow.registry import describe
+from rectified_flow.flags import flag_types, recorded
 from tests.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,21 +36,20 @@ def parse_rectified(words: str) -> TrainConfig:
     return parse(TrainConfig, "Train a flow.", words.split())
 
 
+def built(words: str) -> Any:
+    values = parse_rectified(f"--image_size 8 --dim 8 {words}")
+    return build_flow(values, {}, build_space(values.data))
+
+
 def write(path: Path, document: dict[str, Any]) -> Path:
     path.write_text(json.dumps(document))
     return path
 
 
-@pytest.mark.parametrize("form", ["of a program", "of commit c5b7768", "flags alone"])
+@pytest.mark.parametrize("form", ["of a program", "flags alone"])
 def test_flags_come_from_a_file_and_those_given_override_them(tmp_path: Path, form: str) -> None:
-    data = {"kind": "RunData", "pictures": {"kind": "DataConfig", "dataset_path": "pictures"}}
     documents: dict[str, dict[str, Any]] = {
-        "of a program": {"data": data, "flow": {}, "training": FLAGS | {"network": "Unet"}},
-        "of commit c5b7768": {
-            "run": {"seed": 5, "rank_timeout": 9.0},
-            "data": {},
-            "flags": FLAGS | {"network": "Unet"},
-        },
+        "of a program": {"data": {}, "flow": {}, "training": FLAGS | {"network": ["Unet"]}},
         "flags alone": FLAGS,
     }
     file = write(tmp_path / "config.json", documents[form])
@@ -65,9 +65,7 @@ def test_flags_come_from_a_file_and_those_given_override_them(tmp_path: Path, fo
 def test_a_run_can_be_started_again_from_its_own_config(tmp_path: Path) -> None:
     words = "--lr_decay cosine --no_horizontal_flip --time_distribution mean=-1 --coupling ot --import json"
     config = parse_rectified(words)
-    file = write(
-        tmp_path / "config.json", {"data": describe(config.run_data), "flow": {}, "training": recorded(config)}
-    )
+    file = write(tmp_path / "config.json", {"data": {}, "flow": {}, "training": recorded(config)})
     with pytest.raises(UsageError, match="belongs to a run with --import json: pass it again"):
         parse_rectified(f"--config {file}")
     again = parse_rectified(f"--config {file} --import json")
@@ -87,25 +85,6 @@ def test_a_flag_overrides_those_that_would_outlive_it(
     file = write(tmp_path / "config.json", recorded_flags)
     now = recorded(parse_rectified(f"--config {file} {words}"))
     assert {name: now[name] for name in then} == then
-
-
-@pytest.mark.parametrize(
-    ("former", "now"),
-    [
-        (
-            {"network": "Unet", "network_options": ["blocks_per_level=1"], "flow": None, "flow_options": []},
-            "--network Unet blocks_per_level=1",
-        ),
-        ({"time_distribution": None, "time_options": ["shift=2"]}, "--time_distribution shift=2"),
-        ({"optimizer": "muon", "optimizer_options": [], "dataset_options": ["a=3"]}, "--optimizer muon --dataset a=3"),
-        ({"condition_on": ["a", "b"], "condition_types": ["b=label"]}, "--condition_on a b b=label"),
-        ({"native_size": True, "skip_unpaired": True}, "--image_size 0 --skip_broken_images"),
-        ({"native_size": False, "skip_unpaired": False}, ""),
-    ],
-)
-def test_a_file_of_an_earlier_version_is_read(tmp_path: Path, former: dict[str, Any], now: str) -> None:
-    file = write(tmp_path / "config.json", former | {"seed": 3})
-    assert recorded(parse_rectified(f"--config {file}")) == recorded(parse_rectified(f"{now} --seed 3"))
 
 
 @pytest.mark.parametrize(
@@ -216,7 +195,7 @@ def test_no_flag_has_two_defaults(
         if helps:
             helps[-1] += line.strip("│ ") + " "
     names = [each.split()[0].rstrip(",") for each in helps]
-    assert names == [f"--{name}" for name in flag_types(config_class) if name != "data_seed"]
+    assert names == [f"--{name}" for name in flag_types(config_class)]
     for each in helps:
         assert each.count("(default:") == 1, each
         assert "(default: )" not in each
@@ -239,14 +218,13 @@ def test_no_flag_has_two_defaults(
 )
 def test_a_name_or_option_that_does_not_exist_is_one_sentence(words: str, sentence: str) -> None:
     with pytest.raises(UsageError) as refused:
-        build_flow(parse(TrainConfig, "", f"--image_size 8 --dim 8 --dim_mults 1 {words}".split()), {})
+        built(f"--dim_mults 1 {words}")
     assert str(refused.value).startswith(sentence)
 
 
 def test_have_the_types_of_the_annotations() -> None:
-    words = "--image_size 8 --dim 8 --network dim_mults=[1,2] blocks_per_level=1 --time_distribution"
-    words += " LogitNormal stratified=true --flow condition_dropout=0.5"
-    flow: Any = build_flow(parse(TrainConfig, "", words.split()), {})
+    words = "--network dim_mults=[1,2] blocks_per_level=1 --time_distribution"
+    flow = built(f"{words} LogitNormal stratified=true --flow condition_dropout=0.5")
     network, times = flow.network, flow.time_distribution
     assert (network.dim, network.dim_mults, network.blocks_per_level) == (8, (1, 2), 1)
     assert (times.mean, times.stratified, flow.condition_dropout) == (-0.5, True, 0.5)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from PIL import Image
 
-from rectified_flow.cli.config import MeasureConfig
 from rectified_flow.cli.evaluate import _write_down, real_data
 from rectified_flow.distributed import join_processes
 from rectified_flow.errors import UsageError
@@ -139,11 +138,9 @@ def test_a_run_on_data_that_cannot_be_opened_again(run: Path, tmp_path: Path) ->
     files = {checkpoint.MODEL_FILE: flow.network.state_dict()}
     documents = {FLOW_FILE: describe(flow), checkpoint.CONFIG_FILE: config}
     path = checkpoint.save(tmp_path / "checkpoints", 1, files, documents)
-    state = join_processes()
+    join_processes()
     with pytest.raises(UsageError, match="records no pictures: pass --dataset_path"):
-        real_data(MeasureConfig(), read_trained(path), state)
-    given = MeasureConfig(dataset_path=run / "pictures", cache_dir=tmp_path / "cache")
-    [expected, *_], [found, *_] = (
-        real_data(measure, read_trained(path), state) for measure, path in ((MeasureConfig(), source), (given, path))
-    )
+        real_data(read_trained(path))
+    places = {"dataset_path": run / "pictures", "cache_dir": tmp_path / "cache"}
+    expected, found = real_data(read_trained(source))[0], real_data(read_trained(path), **places)[0]
     assert found.fingerprint == expected.fingerprint

@@ -25,10 +25,10 @@ from rectified_flow.cli.plan import (
 from rectified_flow.errors import UsageError
 from rectified_flow.training.speed import Speed
 
-EMOJI = Facts("rectified", 1400, "12m", 720, (32, 32), augment=AUGMENT, starter="suited", precisions=("no", "bf16"))
+EMOJI = Facts("rectified", 1400, "12m", (32, 32), augment=AUGMENT, starter="suited", precisions=("no", "bf16"))
 FLOWERS = replace(EMOJI, pictures=8192, starter="unsuited")
-HOUR = replace(FLOWERS, pictures=1400, budget="1h", seconds=3600)
-DISTILL = replace(HOUR, method="distill", network="the network of the teacher", samples=5000, calls=8)
+HOUR = replace(FLOWERS, pictures=1400, time="1h")
+DISTILL = replace(HOUR, method="distill", why_network="the network of the teacher", samples=5000, calls=8)
 
 
 class Machine:
@@ -75,7 +75,7 @@ def outputs(sample_every: int, num_samples: int, save_every: int, log_every: int
             | {"init_from": "starter", "mixed_precision": "bf16"},
         ),
         (
-            replace(EMOJI, budget="2d", seconds=2 * 86400),
+            replace(EMOJI, time="2d"),
             Machine(33),
             PICTURES | network(64, 1, 2, 3) | length(128, 10937, 218, 0.99817) | outputs(17, 16, 17, 1)
             | {"mixed_precision": "bf16", "augment": 0.15},
@@ -102,7 +102,7 @@ def outputs(sample_every: int, num_samples: int, save_every: int, log_every: int
 )  # fmt: skip
 def test_the_choices_for_given_speeds(facts: Facts, machine: Machine, settings: Mapping[str, Any]) -> None:
     """The settings are those of commit c5b7768, except for previews of one network call."""
-    if facts.network:
+    if facts.why_network:
         settings = {name: value for name, value in settings.items() if name != "dropout"}
     assert plan(facts, machine).settings == settings
 
@@ -120,7 +120,7 @@ def test_a_plan_names_the_speeds_that_it_needs_and_no_others() -> None:
 
 
 def test_a_longer_time_buys_a_wider_network_and_more_steps() -> None:
-    plans = [plan(replace(FLOWERS, seconds=seconds), Machine(33)) for seconds in (120, 720, 3600, 14400, 86400)]
+    plans = [plan(replace(FLOWERS, time=f"{seconds}s"), Machine(33)) for seconds in (120, 720, 3600, 14400, 86400)]
     widths = [made.settings["dim"] for made in plans]
     assert widths == sorted(widths)
     assert widths[0] < widths[-1]
@@ -144,7 +144,7 @@ def test_a_longer_time_buys_a_wider_network_and_more_steps() -> None:
 )
 def test_few_pictures_limit_the_length_and_the_width(facts: Facts, passes: int, dim: int) -> None:
     """The width depends on the images that are processed, and the passes on the number of pictures."""
-    made = plan(replace(facts, budget="30d", seconds=30 * 86400), Machine(500))
+    made = plan(replace(facts, time="30d"), Machine(500))
     assert images(made) == pytest.approx(passes * facts.pictures, rel=0.01)
     assert made.settings["dim"] == dim
     sentence = "38,400 passes; after 1,000, samples become copies" if passes > 1000 else "longer runs memorise"
@@ -182,7 +182,7 @@ def test_a_step_that_does_not_fit_in_parts_is_refused() -> None:
         plan(replace(FLOWERS, memory=1e10), Machine(33, memory=1e9))
     with pytest.raises(UsageError, match="a step of 24 images does not fit into the memory"):
         plan(replace(FLOWERS, memory=500, batch=24, fixed=frozenset({"global_batch_size"})), Machine(33, memory=2))
-    fixed = replace(FLOWERS, network="set by flags", precisions=(None,), seconds=1e6)
+    fixed = replace(FLOWERS, why_network="set by flags", precisions=(None,), time="999999s")
     full = {Trial(None, 8, None): Speed(10.0), Trial(None, 8, None, AUGMENT): Speed(10.0)}
     full |= {Trial(None, 256, None, AUGMENT): Speed(0.0, inf)}
     assert plan(fixed, full.__getitem__).settings["global_batch_size"] == 8, (
@@ -198,15 +198,15 @@ def test_too_few_images_are_announced() -> None:
     assert images(made) == 96
     assert "96 images are too few" in made.reasons["warning"]
     assert made.reasons["warning"].endswith("pass a smaller --image_size, or a longer --budget")
-    assert "warning" in plan(replace(EMOJI, seconds=30), Machine(3)).reasons
+    assert "warning" in plan(replace(EMOJI, time="30s"), Machine(3)).reasons
     assert "warning" not in plan(EMOJI, Machine(33)).reasons
-    sentence = r"--budget 12m is too short: a step of 8 images takes 32\.0 s on this machine; pass a smaller"
+    sentence = r"--budget 100s is too short: a step of 8 images takes 32\.0 s on this machine; pass a smaller"
     with pytest.raises(UsageError, match=sentence):
-        plan(replace(large, network="set by flags", precisions=(None,), seconds=100), Machine(0.25))
+        plan(replace(large, why_network="set by flags", precisions=(None,), time="100s"), Machine(0.25))
 
 
 def test_a_teachers_samples_take_at_most_a_share_of_the_budget() -> None:
-    facts = replace(DISTILL, seconds=600)
+    facts = replace(DISTILL, time="600s")
     made = plan(facts, Machine(10, dim=32, gain=1, batch=0))
     assert made.settings["teacher_samples"] == int(150 / (8 * FORWARD_SHARE / 10)), "8 calls, 0.35 of an image each"
     assert images(made) == pytest.approx(0.9 * 450 * 10, rel=0.02)
@@ -215,7 +215,7 @@ def test_a_teachers_samples_take_at_most_a_share_of_the_budget() -> None:
     assert drawn.settings["teacher_samples"] == 300
     assert images(drawn) == pytest.approx(0.9 * 600 * 10, rel=0.02), "they are there already"
     assert plan(replace(facts, drawn=5), Machine(10)).settings["global_batch_size"] == 5
-    fixed = replace(facts, fixed=frozenset({"teacher_samples"}), samples=7000, seconds=60, budget="1m")
+    fixed = replace(facts, fixed=frozenset({"teacher_samples"}), samples=7000, time="1m")
     with pytest.raises(UsageError, match="would take all of --budget 1m: lower --teacher_samples"):
         plan(fixed, Machine(10))
 
@@ -224,7 +224,7 @@ def test_a_teachers_samples_take_at_most_a_share_of_the_budget() -> None:
 def test_previews_take_a_small_share(method: Method, calls: int) -> None:
     """The first preview comes within two minutes if the share allows."""
     for rate, seconds in ((20, 720), (20, 86400), (1000, 3600), (0.1, 3600)):
-        facts = replace(FLOWERS, method=method, network="set by flags", precisions=(None,), seconds=seconds)
+        facts = replace(FLOWERS, method=method, why_network="set by flags", precisions=(None,), time=f"{seconds}s")
         settings = plan(facts, Machine(rate, batch=0)).settings
         step = settings["global_batch_size"] / rate
         interval, cost = settings["sample_every"] * step, settings["num_samples"] * calls * FORWARD_SHARE / rate
@@ -236,13 +236,13 @@ def test_previews_take_a_small_share(method: Method, calls: int) -> None:
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 8])
 def test_any_number_of_processes_divides_the_batch(processes: int) -> None:
-    made = plan(replace(EMOJI, processes=processes, seconds=3600), Machine(2000))
+    made = plan(replace(EMOJI, processes=processes, time="3600s"), Machine(2000))
     assert made.settings["global_batch_size"] % processes == 0
 
 
 def test_flags_are_never_changed() -> None:
     everything = frozenset(plan(EMOJI, Machine(33)).settings)
-    assert plan(replace(EMOJI, fixed=everything, batch=24, network="set by flags"), Machine(33)).settings == {}
+    assert plan(replace(EMOJI, fixed=everything, batch=24, why_network="set by flags"), Machine(33)).settings == {}
     batch = plan(replace(EMOJI, batch=24, fixed=frozenset({"global_batch_size"})), Machine(33)).settings
     assert "global_batch_size" not in batch
     assert batch["train_num_steps"] * 24 == pytest.approx(0.9 * 720 * 33 * 1.2 * 3**0.1, rel=0.01)

@@ -6,15 +6,15 @@ from unittest.mock import patch
 import pytest
 from accelerate import PartialState
 
-from rectified_flow.cli import planning
-from rectified_flow.cli.config import OneStepConfig, TrainConfig, TrainProgramConfig, seconds_of
+from rectified_flow.cli import facts, plan, train
+from rectified_flow.cli.config import DataConfig, OneStepConfig, TrainConfig, seconds_of
 from rectified_flow.cli.data import build_space
-from rectified_flow.cli.planning import budget_of, facts_of, with_recipe
-from rectified_flow.data.config import DataConfig
+from rectified_flow.cli.settings import Settings, read_settings
+from rectified_flow.cli.train import time_of, with_recipe
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import check_rules, name_of, parse, recorded
+from rectified_flow.flags import recorded
+from rectified_flow.parts import name_of
 from rectified_flow.runs import checkpoint
-from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.training.speed import Speed
 from tests.programs import OwnPictures, Sizes, planned
@@ -28,8 +28,19 @@ def chosen(
 ) -> dict[str, object]:
     """Return all flags of a run on ``count`` pictures."""
     data = f"--dataset_path {folder} " if folder else "--dataset synthetic-flowers "
-    config = parse(kind, "Train.", (data + words).split())
-    return recorded(planned(config, count, lambda config: rate / config.network.dim**2))
+    settings = read_settings(kind, "Train.", (data + words).split())
+    return recorded(planned(settings, count, lambda config: rate / config.network.dim**2))
+
+
+def recipe_of(words: str, source: Sizes) -> TrainConfig:
+    """Return the flags of a new run on the pictures of a source, with its recipe."""
+    settings = read_settings(TrainConfig, "Train.", f"--dataset_path pictures {words}".split())
+    return with_recipe(settings, source, time_of(settings.values, settings.fixed)).values
+
+
+def budget_of(words: str) -> str | None:
+    settings = read_settings(TrainConfig, "", words.split())
+    return time_of(settings.values, settings.fixed)
 
 
 @pytest.mark.parametrize(
@@ -43,8 +54,7 @@ def chosen(
 )
 def test_small_pictures_are_not_enlarged(largest: tuple[int, int], words: str, side: int) -> None:
     """The side is a multiple of 8 that the levels can halve, unless a flag sets it."""
-    config = parse(TrainConfig, "Train.", f"--dataset_path pictures {words}".split())
-    assert with_recipe(config, Sizes([(4, 4), largest] * 80)).data.image_size == side
+    assert recipe_of(words, Sizes([(4, 4), largest] * 80)).data.image_size == side
 
 
 @pytest.mark.parametrize(
@@ -61,9 +71,8 @@ def test_small_pictures_are_not_enlarged(largest: tuple[int, int], words: str, s
 )
 def test_the_size_of_the_pictures(side: int, rate: float, words: str, chosen: tuple[int, str]) -> None:
     """The largest size that the pictures have, if enough images fit into the time, and no flag sets it."""
-    config = parse(TrainConfig, "Train.", f"--dataset_path pictures {words}".split())
-    with patch.object(planning, "measure_speed", lambda *_: Speed(rate)):
-        data = with_recipe(config, OwnPictures([(side, side + 10)] * 2000)).data
+    with patch.object(facts, "measure_speed", lambda *_: Speed(rate)):
+        data = recipe_of(words, OwnPictures([(side, side + 10)] * 2000)).data
     assert (data.image_size, name_of(data.autoencoder)) == chosen
 
 
@@ -72,36 +81,17 @@ def test_the_size_depends_on_the_images_that_the_run_may_process(
     count: int, side: int, images: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A run on latents ends after 400 passes over the pictures, or 192,000 images; 256 px need 400,000."""
-    config = parse(TrainConfig, "Train.", ["--dataset_path", "pictures"])
-    with patch.object(planning, "measure_speed", lambda *_: Speed(1e3)):
-        assert with_recipe(config, OwnPictures([(300, 300)] * count)).data.image_size == side
+    with patch.object(facts, "measure_speed", lambda *_: Speed(1e3)):
+        assert recipe_of("", OwnPictures([(300, 300)] * count)).data.image_size == side
     assert f"about {images:,} images in 1h" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("words", "side"), [("", 128), ("--mixed_precision bf16", 128), ("--mixed_precision no", 32)])
 def test_the_size_is_chosen_by_the_speed_in_the_faster_precision(words: str, side: int) -> None:
     """The 4,000 images that 128 px need fit into an hour in bf16, but not in float32."""
-    config = parse(TrainConfig, "Train.", f"--dataset_path pictures {words}".split())
-    speed = lambda tried, *_: Speed(1.5 if tried.run.mixed_precision == "bf16" else 1.0)  # noqa: E731
-    with patch.object(planning, "training_speed", speed):
-        assert with_recipe(config, OwnPictures([(128, 128)] * 200)).data.image_size == side
-
-
-def test_a_config_built_in_python_is_trained_as_it_is() -> None:
-    data, run = DataConfig(dataset_path=Path("pictures")), TrainingConfig(train_num_steps=7, learning_rate=1e-3)
-
-    def trained(program: TrainProgramConfig) -> TrainConfig:
-        config = TrainConfig(data, run=run, program=program)
-        check_rules(config, config.given)
-        return planned(config, 2000, lambda config: 1e3)
-
-    assert trained(TrainProgramConfig()).run == run
-    with pytest.raises(UsageError, match="--train_num_steps"):
-        trained(TrainProgramConfig(budget="1h"))
-    run = TrainingConfig(learning_rate=1e-3)
-    chosen = trained(TrainProgramConfig(budget="1h")).run
-    assert (chosen.learning_rate, chosen.optimizer) == (1e-3, ("adamw",)), "one group of flags"
-    assert chosen.lr_decay == "cosine"
+    speed = lambda tried, *_: Speed(1.5 if tried.values.run.mixed_precision == "bf16" else 1.0)  # noqa: E731
+    with patch.object(train, "speed_of", speed):
+        assert recipe_of(words, OwnPictures([(128, 128)] * 200)).data.image_size == side
 
 
 def test_without_a_length_a_run_on_ones_own_pictures_takes_an_hour(capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,9 +127,9 @@ def test_a_budget_that_makes_no_sense(words: str, sentence: str) -> None:
 )
 def test_each_of_two_generators_has_half_of_the_time(budget: str, half: str) -> None:
     words = f"--dataset synthetic-flowers --one_step --budget {budget}"
-    assert budget_of(parse(TrainConfig, "", words.split())) == half
+    assert budget_of(words) == half
     assert 2 * seconds_of(half) == pytest.approx(seconds_of(budget))
-    assert budget_of(parse(TrainConfig, "", ["--one_step"])) == "0.5h"
+    assert budget_of("--one_step") == "0.5h"
 
 
 def test_flags_override_it() -> None:
@@ -233,8 +223,13 @@ def test_stratified_times_are_not_chosen_for_other_flows_or_times() -> None:
 )
 def test_the_facts_of_a_run(kind: type[TrainConfig], words: str, expected: dict[str, object]) -> None:
     PartialState()
-    config = parse(kind, "", f"{'' if '--dataset' in words else '--dataset_path pictures'} {words}".split())
-    space = build_space(config.data) if config.starter == "small" else Pixels()
-    facts = facts_of(config, 800, "1h", space, "")
-    assert {name: getattr(facts, name) for name in expected} == expected
-    assert (facts.seconds, facts.processes, facts.device) == (3600, 1, "cpu")
+    words = f"{'' if '--dataset' in words else '--dataset_path pictures'} {words}"
+    settings: Settings[TrainConfig] = read_settings(kind, "", words.split())
+    data = settings.values.data
+    space = build_space(data) if data.starter == "small" else Pixels()
+    with patch.object(plan, "plan") as made, patch.object(facts, "network_of_origin", lambda *_: ({}, "")):
+        made.return_value = plan.Plan({}, {})
+        train.with_plan(settings, "1h", 800, {}, space)
+    known = made.call_args.args[0]
+    assert {name: getattr(known, name) for name in expected} == expected
+    assert (known.seconds, known.processes, known.device) == (3600, 1, "cpu")

@@ -11,7 +11,7 @@ from filelock import FileLock
 from PIL import Image
 
 from rectified_flow.cli.sample import LOCK_FILE
-from rectified_flow.flags import parse
+from rectified_flow.cli.settings import read_settings
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.hub import load_pretrained
@@ -104,7 +104,7 @@ def test_the_nearest_training_pictures_are_shown_with_their_distances(
         write_picture(tmp_path / f"mine/{number}.png", np.full((8, 8, 3), 40 * number, dtype=np.uint8))
     words = f"--dataset_path {tmp_path}/mine --image_size 8 --dim 8 --dim_mults 1 --batch_size 2 --train_num_steps 1"
     words += f" --num_samples 0 --holdout 0 --cache_dir {tmp_path}/cache --output_dir {tmp_path}/run"
-    assert train(parse(TrainConfig, "", words.split()))
+    assert train(read_settings(TrainConfig, "", words.split()))
     capfd.readouterr()
     flags = ["--checkpoint", tmp_path / "run", "--num_samples", 3, "--steps", 1, "--from_images", tmp_path / "mine"]
     run_on_ranks(2, draw, *flags, "--strength", 0.001, "--nearest", "--output_dir", tmp_path / "one")

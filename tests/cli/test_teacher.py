@@ -15,14 +15,15 @@ from torch import Tensor
 
 from rectified_flow import randomness
 from rectified_flow.cli.config import OneStepConfig, TrainConfig
-from rectified_flow.cli.data import open_pictures
+from rectified_flow.cli.data import data_of
 from rectified_flow.cli.distill import DistillationData, open_distilled
-from rectified_flow.cli.record import resolved
+from rectified_flow.cli.record import distillation_of, with_record
+from rectified_flow.cli.settings import Settings, read_settings
 from rectified_flow.cli.train import train
 from rectified_flow.data.build import StoreWriter
 from rectified_flow.data.store import StoreDataset
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import command_line, parse
+from rectified_flow.flags import command_line
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.solvers import Guidance
 from rectified_flow.load import load_flow
@@ -36,7 +37,7 @@ SMALL = {"dataset": "synthetic-flowers", "image_size": 8, "dim": 8, "dim_mults":
 
 def train_teacher(folder: Path, **flags: Any) -> Path:
     words = command_line(SMALL | {"train_num_steps": 3, "output_dir": folder} | flags)
-    run_on_ranks(1, train, parse(TrainConfig, "", words))
+    run_on_ranks(1, train, read_settings(TrainConfig, "", words))
     return folder
 
 
@@ -49,19 +50,25 @@ def teachers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-def flags_of(method: str, teacher: Path, output_dir: Path, **flags: Any) -> OneStepConfig:
+def flags_of(method: str, teacher: Path, output_dir: Path, **flags: Any) -> Settings[OneStepConfig]:
     more: dict[str, Any] = {"teacher_samples": COUNT, "teacher_steps": STEPS, "num_samples": 0, "log_every": 3}
     more |= {"guidance_scale": SCALE} if method == "distill" else {}
     given = {"method": method, "teacher": teacher, "output_dir": output_dir} | more | flags
-    return parse(OneStepConfig, "", command_line(given))
+    return read_settings(OneStepConfig, "", command_line(given))
 
 
-def open_data(config: TrainConfig) -> Any:
-    """Draw the data of a teacher, unless they are there, and return them."""
-    config, _ = resolved(config)
-    request = DistillationData.of(config)
+def request_of(settings: Settings[OneStepConfig]) -> tuple[OneStepConfig, DistillationData]:
+    values = with_record(settings)[0].values
+    request = distillation_of(values)
     assert request is not None
-    return open_distilled(request, open_pictures(config.data), config)[0]
+    return values, request
+
+
+def open_data(settings: Settings[OneStepConfig]) -> Any:
+    """Draw the data of a teacher, unless they are there, and return them."""
+    values, request = request_of(settings)
+    pictures: Any = data_of(values.data, values.source, values.columns).open()
+    return open_distilled(request, pictures, (0.0, 0), values.run.mixed_precision or "no")[0]
 
 
 def draw(method: str, teacher: Path, output_dir: Path, **flags: Any) -> Path:
@@ -128,9 +135,7 @@ def test_a_teacher_is_guided_by_its_early_checkpoint(tmp_path: Path) -> None:
     teacher = train_teacher(tmp_path / "teacher", **run)
     PartialState()
     config = flags_of("distill", teacher, tmp_path / "run", guidance_scale=1, autoguidance=1.5, teacher_samples=64)
-    request = DistillationData.of(resolved(config)[0])
-    assert request is not None
-    assert request.calls == 2 * STEPS
+    assert request_of(config)[1].calls == 2 * STEPS
     batch = open_data(config).read_batch(range(4))
     early = load_flow(teacher / "checkpoints/step_00000001", RectifiedFlow)
     flow, noise = load_flow(teacher, RectifiedFlow), batch["path"][:, 0].float()
@@ -248,6 +253,6 @@ def test_paths_that_exist_keep_their_precision(
     """A run on the paths of another one measures the speeds again, and bf16 may be faster then."""
     PartialState()
     words = f"--teacher {teachers['distill']} --teacher_dir {drawn['distill'].path} --output_dir {tmp_path}"
-    config = parse(OneStepConfig, "", f"{words} --budget 10m".split())
+    config = read_settings(OneStepConfig, "", f"{words} --budget 10m".split())
     run = planned(config, 1000, lambda config: 20.0 if config.run.mixed_precision == "bf16" else 10.0).run
     assert run.mixed_precision == "no"

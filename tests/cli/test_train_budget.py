@@ -14,8 +14,8 @@ from PIL import Image
 
 from rectified_flow.cli import distill
 from rectified_flow.cli.config import TrainConfig
+from rectified_flow.cli.settings import read_settings
 from rectified_flow.cli.train import train as run_training
-from rectified_flow.flags import flags_in, parse
 from rectified_flow.runs.folder import read_config
 from tests.programs import assert_refused, constant_speed
 from tests.ranks import run_on_ranks
@@ -33,12 +33,12 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def flags_of(run: Path) -> dict[str, Any]:
-    return flags_in(read_config(run / "config.json"))
+    return read_config(run / "config.json")["training"]
 
 
 def train(words: str, rate: float = 100.0, measured: bool = False) -> None:
     with constant_speed(rate, measured=measured):
-        assert run_training(parse(TrainConfig, "", words.split()))
+        assert run_training(read_settings(TrainConfig, "", words.split()))
 
 
 def printed(words: str) -> str:

@@ -9,10 +9,10 @@ import torch
 
 from rectified_flow.cli.config import STARTERS, TrainConfig
 from rectified_flow.cli.plan import STARTER_DIMS
+from rectified_flow.cli.settings import read_settings
 from rectified_flow.cli.train import start_from
 from rectified_flow.condition import AugmentationLabels, ConditionSpecs, Labels
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import parse
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.networks.unet import Unet
@@ -74,7 +74,8 @@ def test_where_nothing_fits(source: Path, conditions: ConditionSpecs) -> None:
 @pytest.mark.parametrize("name", ["pixels", "small"])
 def test_the_starters_are_undamaged_checkpoints(name: str) -> None:
     words = "--init_from starter" + f" --autoencoder {name}" * (name != "pixels")
-    origin = parse(TrainConfig, "Train.", words.split()).origin
+    values = read_settings(TrainConfig, "Train.", words.split()).values
+    origin = values.init.origin(values.data.starter)
     assert origin == STARTERS / name
     weights = checkpoint.load_tensors(checkpoint.resolve(origin), checkpoint.MODEL_FILE)
     assert sum(weight.nbytes for weight in weights.values()) < 5e6

@@ -10,15 +10,15 @@ from accelerate import PartialState
 from PIL import Image
 
 from rectified_flow.cli.config import TrainConfig
-from rectified_flow.cli.data import open_pictures, summary_of
-from rectified_flow.cli.record import config_in
+from rectified_flow.cli.data import summary_of
+from rectified_flow.cli.settings import read_settings
 from rectified_flow.cli.train import build_heldout_hook
 from rectified_flow.data.build import open_store
-from rectified_flow.data.config import Framing
+from rectified_flow.data.description import PictureData, described_data
+from rectified_flow.data.framing import Framing
 from rectified_flow.data.open import open_dataset
 from rectified_flow.data.sources.synthetic_flowers import SyntheticFlowers
 from rectified_flow.data.store import ImageDataset
-from rectified_flow.flags import parse
 from tests.programs import assert_refused, printed
 from tests.ranks import run_on_ranks
 from tests.training.runs import losses, tiny_dataset
@@ -57,9 +57,9 @@ def test_a_run_without_some_files_keeps_their_list(one_each: Path, tmp_path: Pat
     (tmp_path / "list.txt").unlink()
     document = json.loads((tmp_path / "run/config.json").read_text())
     assert document["data"]["pictures"]["exclude"] == ["3/only.png", "5/only.png"]
-    assert open_pictures(config_in(document, tmp_path, TrainConfig).data).names == [
-        f"{number}/only.png" for number in (0, 1, 2, 4)
-    ]
+    data = described_data(document["data"])
+    assert isinstance(data, PictureData)
+    assert data.open().names == [f"{number}/only.png" for number in (0, 1, 2, 4)]
 
 
 def test_frames_that_are_too_alike_to_hold_any_out(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_frames_that_are_too_alike_to_hold_any_out(tmp_path: Path) -> None:
 def test_the_held_out_loss_is_measured_often_enough_to_see_it_rise(flags: str, every: int, tmp_path: Path) -> None:
     """Measuring takes at most 5% of the computations, unless a flag asks for more: 224 passes here, and 192 a step."""
     PartialState()
-    config, dataset = parse(TrainConfig, "", flags.split()), tiny_dataset(tmp_path)
+    config, dataset = read_settings(TrainConfig, "", flags.split()).values, tiny_dataset(tmp_path)
     training, held_out = dataset.subset(range(32)), dataset.subset(range(32, 46))
     assert build_heldout_hook(config.run, config.evaluation, training, held_out).every == every
 

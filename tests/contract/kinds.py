@@ -329,20 +329,20 @@ def words(kind: Kind, flags: str, data: Path, output_dir: Path) -> list[str]:
 def train(kind: Kind, data: Path, output_dir: Path) -> None:
     """Train on this rank; the program must not end well on several ranks, so the function that it calls does."""
     from rectified_flow.cli.config import OneStepConfig, TrainConfig
+    from rectified_flow.cli.settings import read_settings
     from rectified_flow.cli.train import train
-    from rectified_flow.flags import parse
 
     for module in kind.imports:
         import_module(module)
     config = TrainConfig if kind.program == "train_oxford.py" else OneStepConfig
-    assert train(parse(config, "", words(kind, f"{SCHEDULE} {kind.flags}", data, output_dir)))
+    assert train(read_settings(config, "", words(kind, f"{SCHEDULE} {kind.flags}", data, output_dir)))
 
 
 def sample(kind: Kind, flags: list[str]) -> None:
     """Sample on this rank."""
     from rectified_flow.cli.config import SampleConfig
     from rectified_flow.cli.sample import sample
-    from rectified_flow.flags import parse
+    from rectified_flow.cli.settings import parse
 
     for module in kind.imports:
         import_module(module)

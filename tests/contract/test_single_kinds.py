@@ -2,14 +2,15 @@
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from rectified_flow.cli.data import add_source, open_pictures
-from rectified_flow.data.config import DataConfig, SourceConfig
+from rectified_flow.data.description import PictureData, Sources
+from rectified_flow.data.open import Pictures
 from rectified_flow.load import load_flow
 from tests.contract.kinds import COUNT, LAST, SIDE, Runs, sample, write_png
 from tests.programs import assert_refused
@@ -131,18 +132,18 @@ def test_what_is_not_masked_stays_to_the_bit(name: str, kind_runs: Callable[[str
 
 
 def test_unpaired_items_have_each_source_once_in_an_epoch(paired: Runs) -> None:
-    data = DataConfig(dataset_path=paired.data / "to", image_size=SIDE)
-    pictures = add_source(open_pictures(data), data, SourceConfig(source_path=paired.data / "from"))
+    data = PictureData(Pictures(dataset_path=paired.data / "to", image_size=SIDE))
+    pictures = replace(data, sources=Sources(paired.data / "from")).open()
     epochs = [pictures.read_batch(range(COUNT * epoch, COUNT * (epoch + 1))) for epoch in (0, 1)]
     assert all(np.array_equal(epochs[0]["images"], epoch["images"]) for epoch in epochs)
     first, second = ([tuple(row.flatten().tolist()) for row in epoch["source"]] for epoch in epochs)
     assert first != second
     assert set(first) == set(second)
     assert len(set(first)) == COUNT
-    in_pairs = add_source(open_pictures(data), data, SourceConfig(source_path=paired.data / "from", paired=True))
+    in_pairs = replace(data, sources=Sources(paired.data / "from", paired=True)).open()
     batch = in_pairs.read_batch(range(COUNT, COUNT + 5))
     assert np.array_equal(batch["source"], 255 - batch["images"])
-    assert len({pictures.fingerprint, in_pairs.fingerprint, open_pictures(data).fingerprint}) == 3
+    assert len({pictures.fingerprint, in_pairs.fingerprint, data.open().fingerprint}) == 3
 
 
 def test_pictures_without_a_partner_are_named_and_left_out(paired: Runs, tmp_path: Path) -> None:
@@ -153,9 +154,10 @@ def test_pictures_without_a_partner_are_named_and_left_out(paired: Runs, tmp_pat
     (tmp_path / "from/more").mkdir()
     (tmp_path / "from/more/08.png").write_bytes(b"broken")
     shutil.copy(paired.data / "to/00.png", tmp_path / "from/extra.png")
-    data = DataConfig(dataset_path=paired.data / "to", image_size=SIDE, skip_broken_images=True)
-    flags = SourceConfig(source_path=tmp_path / "from", paired=True)
-    pictures = add_source(open_pictures(data), data, flags)
+    pictures = PictureData(
+        Pictures(dataset_path=paired.data / "to", image_size=SIDE, skip_broken_images=True),
+        sources=Sources(tmp_path / "from", paired=True),
+    ).open()
     assert len(pictures) == COUNT - 3
     batch = pictures.read_batch(range(len(pictures)))
     assert np.array_equal(batch["source"], 255 - batch["images"])

@@ -15,14 +15,15 @@ import pytest
 import tifffile
 from PIL import Image
 
-from rectified_flow.cli.data import with_space
-from rectified_flow.data.config import DataConfig
+from rectified_flow.cli.config import DataConfig
+from rectified_flow.cli.data import flags_of_files
 from rectified_flow.data.open import open_dataset, space_of_folder
 from rectified_flow.data.sources.folder import FileFolder
 from rectified_flow.data.store import pair_by_name
 from rectified_flow.errors import UsageError
 from rectified_flow.measurements.files import read_field
 from rectified_flow.measurements.folder import FieldFolder
+from rectified_flow.registry import build, describe
 from rectified_flow.system.pictures import fit, open_picture
 
 SRGB = ((0.4360747, 0.2225045, 0.0139322), (0.3850649, 0.7168786, 0.0971045), (0.1430804, 0.0606169, 0.7141733))
@@ -186,8 +187,8 @@ def test_the_majority_decides_whether_files_are_measurements(
 def test_the_size_of_the_first_picture_can_be_that_of_all(tmp_path: Path) -> None:
     picture(tmp_path / "1.png", (30, 20))
     picture(tmp_path / "2.png", (40, 40))
-    config = with_space(DataConfig(dataset_path=tmp_path, image_size=0))
-    assert (config.image_size, config.aspect_ratio, config.framing.size_text) == (20, "3:2", "30x20")
+    data = DataConfig(dataset_path=tmp_path, image_size=0)
+    assert flags_of_files(data) == {"image_size": 20, "aspect_ratio": "3:2"}
 
 
 @pytest.mark.parametrize(
@@ -259,7 +260,7 @@ def test_python_takes_a_folder_and_its_errors_name_parameters(
     with pytest.raises(UsageError, match=f"^{sentence}"):
         open_dataset(str(tmp_path), **how)
     dataset = open_dataset(str(tmp_path), image_size=8)
-    assert open_dataset(**dataset.arguments).path == dataset.path
+    assert build(describe(dataset.described)).open().path == dataset.path
 
 
 NAMES = "1.gif 1.avif 1.jfif 1.jpe 1.JPG 1.Jpeg 1.WEBP 1.bmp 1.tiff 1.TIF jpeg.png png.jpg gif.webp"
@@ -364,7 +365,7 @@ def test_files_can_be_left_out_by_their_names(tmp_path: Path, kind: str) -> None
     assert dataset.names == (["a/2.png"] if kind == "folder" else ["1"])
     assert len(dataset.class_names) == 2, "labels keep their numbers"
     assert len(open_dataset(str(folder), image_size=4)) == 3
-    assert len(open_dataset(**dataset.arguments)) == 1
+    assert len(build(describe(dataset.described)).open()) == 1
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int32"])

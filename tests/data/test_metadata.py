@@ -6,17 +6,17 @@ import pickle
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from rectified_flow.cli.data import add_columns
 from rectified_flow.condition import Labels, Number
-from rectified_flow.data.config import ColumnConfig
+from rectified_flow.data.description import Columns, PictureData
 from rectified_flow.data.metadata import choose_columns, condition_name
-from rectified_flow.data.open import open_dataset
+from rectified_flow.data.open import Pictures, open_dataset
 from rectified_flow.data.sources.synthetic_flowers import SyntheticFlowers
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.errors import UsageError
@@ -43,7 +43,8 @@ def opened(folder: Path, *names: str, rows: list[str] | None = None, **flags: ob
     if rows is not None:
         (folder / "metadata.csv").write_text("\n".join([HEADER, *rows]))
     pictures = open_dataset("", folder, image_size=8, cache_dir=folder.parent / "cache")
-    return add_columns(pictures, ColumnConfig(condition_on=names or ("all",), **flags))  # type: ignore[arg-type]
+    described: Any = pictures.described
+    return PictureData(described, Columns(names or ("all",), **flags)).open()  # type: ignore[arg-type]
 
 
 def test_each_column_gets_the_kind_of_its_values(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -286,8 +287,8 @@ def test_a_dataset_has_the_same_columns(tmp_path: Path) -> None:
     }
     features = datasets.Features(columns)
     datasets.Dataset.from_dict(rows, features=features).save_to_disk(str(tmp_path / "saved"))
-    opened_again = open_dataset("", tmp_path / "saved", image_size=8, cache_dir=tmp_path / "cache")
-    dataset = add_columns(opened_again, ColumnConfig(condition_on=("label", "age", "text")))
+    saved = Pictures(dataset_path=tmp_path / "saved", image_size=8, cache_dir=tmp_path / "cache")
+    dataset = PictureData(saved, Columns(("label", "age", "text"))).open()
     assert dataset.conditions["label"] == Labels(2, ("cat", "dog"))
     batch = dataset.read_batch([3, 4])
     assert batch["label"].tolist() == [1, 0]

@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 
 from rectified_flow.data.build import open_store
+from rectified_flow.data.open import Pictures
 from rectified_flow.data.sources.folder import FileFolder
 from rectified_flow.data.sources.synthetic_flowers import SPECIES, SyntheticFlowers
 from rectified_flow.data.store import ImageDataset
@@ -75,12 +76,12 @@ def test_writing_into_a_batch_leaves_the_store_alone(flowers: ImageDataset) -> N
 
 
 def test_it_pickles_as_a_recipe(flowers: ImageDataset) -> None:
-    dataset = ImageDataset(flowers.path, {"dataset": "synthetic-flowers", "image_size": 8})
+    dataset = ImageDataset(flowers.path, Pictures("synthetic-flowers", image_size=8))
     unused, _, used = pickle.dumps(dataset), dataset[0], pickle.dumps(dataset)
     assert len(used) == len(unused) < 500
     back = pickle.loads(used)
     assert torch.equal(back[3]["images"], flowers[3]["images"])
-    assert (len(back), back.arguments) == (len(dataset), dataset.arguments)
+    assert (len(back), back.described) == (len(dataset), dataset.described)
 
 
 def test_a_file_system_that_refuses_shared_maps_is_read(flowers: ImageDataset, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rectified_flow import Space, UsageError, register
-from rectified_flow.data.config import Framing
+from rectified_flow.data.framing import Framing
 from rectified_flow.data.sources import PictureRows
 from rectified_flow.data.sources.folder import FileFolder, is_image
 from rectified_flow.registry import describe

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rectified_flow.cli.build import build_flow
 from rectified_flow.cli.config import TrainConfig
-from rectified_flow.cli.data import open_pictures
+from rectified_flow.cli.data import build_space, data_of
 from rectified_flow.cli.programs import run
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.training.trainer import Trainer
@@ -22,10 +22,10 @@ class Faulty(RectifiedFlow):
         return super().forward(**batch)
 
 
-def main(config: TrainConfig) -> None:
-    built = build_flow(config, {})
+def main(values: TrainConfig) -> None:
+    built = build_flow(values, {}, build_space(values.data))
     flow = Faulty(built.network, space=built.space)
-    Trainer(flow, open_pictures(config.data), config.run).train()
+    Trainer(flow, data_of(values.data, values.source, values.columns).open(), values.run).train()
 
 
 if __name__ == "__main__":

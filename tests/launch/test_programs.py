@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from rectified_flow.cli.config import TrainConfig
+from rectified_flow.cli.settings import read_settings
 from rectified_flow.cli.train import train
-from rectified_flow.flags import parse
 from tests.launch.launching import ACCELERATE, ROOT, TINY, TORCHRUN, TRAIN, finish, launch, start
 from tests.launch.soak import FLAGS, differences, leaks, two_runs
 from tests.patience import PATIENCE, wait_for
@@ -92,7 +92,7 @@ def test_the_launch_script_starts_again_what_died(tmp_path: Path) -> None:
     assert "1 x cpu, float32" in output
     assert "resume      step" in output
     assert json.loads((tmp_path / "killed/status.json").read_text())["state"] == "finished"
-    config = parse(TrainConfig, "", [*TINY, *flags, str(tmp_path / "straight")])
+    config = read_settings(TrainConfig, "", [*TINY, *flags, str(tmp_path / "straight")])
     run_on_ranks(1, train, config)
     assert_same_bytes(tmp_path / "straight", tmp_path / "killed", 30)
     assert losses(tmp_path / "killed") == losses(tmp_path / "straight")
@@ -134,7 +134,7 @@ def test_a_run_that_is_killed_stopped_and_damaged_ends_like_one_left_alone() -> 
         steps = soak.last_step() + 20
         soak.finish(steps)
         flags = f"{FLAGS} --output_dir {calm.run} --train_num_steps {steps}"
-        run_on_ranks(2, train, parse(TrainConfig, "", flags.split()))
+        run_on_ranks(2, train, read_settings(TrainConfig, "", flags.split()))
         assert differences(calm.run, soak.run) == []
         assert leaks(soak) == []
         assert soak.counts["times resumed"] >= len(SHORT) - 1, soak.counts  # a full disk ends nothing

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader
 
 from rectified_flow import OxfordFlowersDataset
 from rectified_flow.cli.config import TrainConfig
+from rectified_flow.cli.settings import read_settings
 from rectified_flow.cli.train import train
-from rectified_flow.flags import parse
 from tests.launch.launching import ACCELERATE, ROOT, TRAIN, launch
 from tests.programs import assert_refused, call, printed
 from tests.ranks import run_on_ranks
@@ -54,7 +54,7 @@ def conditional(runs: Path) -> tuple[Path, str]:
 def alone(runs: Path) -> Path:
     """The same run on one process that takes the whole batch at once."""
     words = f"{SETTINGS} --batch_size 16 --output_dir {runs / 'alone'}"
-    assert run_on_ranks(1, train, parse(TrainConfig, "", words.split())) == [True]
+    assert run_on_ranks(1, train, read_settings(TrainConfig, "", words.split())) == [True]
     return runs / "alone"
 
 

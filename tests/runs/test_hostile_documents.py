@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from rectified_flow.cli.config import TrainConfig
-from rectified_flow.cli.record import config_in, resolved
+from rectified_flow.cli.record import recorded_flags, with_record
+from rectified_flow.cli.settings import read_settings
+from rectified_flow.data.description import described_data
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import parse
 from rectified_flow.load import load_flow, read_trained
 from rectified_flow.runs import checkpoint
 from rectified_flow.system.artifact import CHECKPOINT, MANIFEST, write_manifest
@@ -72,7 +73,8 @@ def resume(run: Path, trainer: Trainer) -> None:
 
 def evaluate(run: Path, _trainer: Trainer) -> None:
     trained = read_trained(run / STEP)
-    config_in(trained.config, run / STEP / CONFIG, TrainConfig)
+    described_data(trained.config.get("data", {}))
+    recorded_flags(run / STEP)
 
 
 def sample(run: Path, _trainer: Trainer) -> None:
@@ -81,11 +83,11 @@ def sample(run: Path, _trainer: Trainer) -> None:
 
 def reflow(run: Path, _trainer: Trainer) -> None:
     words = ["--method", "reflow", "--teacher", str(run), "--output_dir", str(run.parent / "straight")]
-    resolved(parse(TrainConfig, "", words))
+    with_record(read_settings(TrainConfig, "", words))
 
 
 def start_again(run: Path, _trainer: Trainer) -> None:
-    parse(TrainConfig, "", ["--config", str(run / STEP / CONFIG)])
+    read_settings(TrainConfig, "", ["--config", str(run / STEP / CONFIG)])
 
 
 NAN = float("nan")

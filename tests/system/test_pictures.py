@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image, PngImagePlugin
 
-from rectified_flow.data.config import Framing, parse_ratio
+from rectified_flow.data.framing import Framing, parse_ratio
 from rectified_flow.errors import UsageError
 from rectified_flow.system import pictures
 from rectified_flow.system.pictures import open_picture, upright_size

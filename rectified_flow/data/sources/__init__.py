@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from rectified_flow.data.config import Framing
+from rectified_flow.data.framing import Framing
 from rectified_flow.errors import UsageError
 from rectified_flow.system.pictures import fit, upright_size
 

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 import train_point_clouds as example
 from digits import Digits
+from rectified_flow.cli.settings import parse
 from rectified_flow.condition import ConditionSpecs, Labels
-from rectified_flow.flags import parse
 from rectified_flow.flows.solvers import Guidance
 from rectified_flow.load import build_flow, load_flow
 from rectified_flow.registry import describe

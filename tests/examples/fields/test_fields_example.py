@@ -11,8 +11,8 @@ from scipy.stats import chi2, norm
 from compare_spectrum import CompareFlags, compare
 from make_fields import MakeFlags, make
 from random_fields import Law, draw_field
+from rectified_flow.cli.settings import parse
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import parse
 from rectified_flow.measurements.scores import wave_numbers
 
 COUNT, LAW = 400, Law(16)

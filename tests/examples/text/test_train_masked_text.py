@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from rectified_flow.cli.settings import parse
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import parse
 from tests.programs import assert_refused
 from tests.ranks import run_on_ranks
 from tests.training.runs import losses

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 import train_wan as example
 from clips import encode_clips, find_clips
 from rectified_flow import RectifiedFlow
+from rectified_flow.cli.settings import parse
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import parse
 from rectified_flow.flows.solvers import Guidance
 from tests.examples.wan.tiny_wan import save_clips, save_pipeline
 from tests.ranks import run_on_ranks

@@ -1,0 +1,254 @@
+"""The facts and speeds that a plan depends on: pictures are counted, steps are timed, memory is read."""
+
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from math import ceil, inf
+from statistics import median
+from typing import Any
+
+from accelerate import PartialState
+from accelerate.utils import gather_object
+
+from rectified_flow.cli import plan
+from rectified_flow.cli.config import STARTER, DataConfig, InitConfig, Method, NetworkConfig, TrainProgramConfig
+from rectified_flow.cli.data import build_space, can_augment
+from rectified_flow.cli.distill import DistillationData, Recipe, recipe_of
+from rectified_flow.cli.record import recorded_flags
+from rectified_flow.data.framing import Crop
+from rectified_flow.data.sources import ImageSource
+from rectified_flow.data.sources.folder import FileFolder
+from rectified_flow.data.sources.huggingface import HuggingFaceSource
+from rectified_flow.data.sources.synthetic_flowers import SYNTHETIC_FLOWERS
+from rectified_flow.distributed import on_main
+from rectified_flow.errors import UsageError
+from rectified_flow.flags import command_line, values_of
+from rectified_flow.flows.flow import Flow
+from rectified_flow.load import autocast
+from rectified_flow.networks.unet import to_device
+from rectified_flow.parts import name_of
+from rectified_flow.registry import names
+from rectified_flow.runs import checkpoint
+from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.spaces.space import Space
+from rectified_flow.system.machine import free_memory, memory
+from rectified_flow.system.terminal import duration, line, lines
+from rectified_flow.training.optimizers import find_optimizer
+from rectified_flow.training.speed import Speed, measure_speed
+from rectified_flow.training.trainer import choose_precision
+
+DEFAULT_BUDGET = "1h"
+"""Budget of runs on a folder of pictures and of runs with a teacher, unless a flag gives the length."""
+
+
+def budget_of(program: TrainProgramConfig, *, is_own: bool, has_length: bool) -> str | None:
+    """Return the time that a run is to take, half of it with ``--one_step``.
+
+    Args:
+        program: the flags of the program.
+        is_own: whether the data are a folder of the user's, or those of a teacher.
+        has_length: whether a flag gives the length of the run.
+
+    Returns:
+        The time in words; None if nothing is planned.
+    """
+    if has_length or not may_choose(program, is_own=is_own):
+        return None
+    budget = program.budget or DEFAULT_BUDGET
+    return f"{float(budget[:-1]) / 2:g}{budget[-1]}" if program.one_step else budget
+
+
+def may_choose(program: TrainProgramConfig, *, is_own: bool) -> bool:
+    """Return whether flags may be chosen: for data of the user's or with ``--budget``, and not with ``--config``."""
+    return (is_own or program.budget is not None or program.one_step) and program.config is None
+
+
+def recipe(
+    data: DataConfig, source: ImageSource, levels: int, fixed: frozenset[str], size: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Return the flags that suit the pictures of a source, and print them. Collective.
+
+    Args:
+        data: the flags of the pictures.
+        source: the pictures.
+        levels: number of levels of the network, each of which halves the sides.
+        fixed: names of flags that are not to be chosen.
+        size: the flags of the size that a plan chose, which will also choose the augmentation; None without a plan.
+    """
+    count = len(source.numbers_without(data.exclude))
+    flags = plan.for_pictures(count, augmentable=can_augment(data)) | (size or {})
+    if size is not None:
+        flags.pop("augment", None)  # the plan decides it, when it knows the number of passes
+    if not data.autoencoder and data.aspect_ratio == "1:1" and "image_size" not in flags:
+        largest = max(sides_of(source, data.crop), default=0)
+        multiple = max(plan.MIN_SIDE, 2 ** (levels - 1))
+        side = ceil(largest / multiple) * multiple
+        flags |= {"image_size": side} if 0 < side < data.image_size else {}
+    flags = {name: value for name, value in flags.items() if name not in fixed}
+    if flags:
+        text = f"{' '.join(command_line(flags))}, for {count:,} pictures; flags override them (docs/budget.md)"
+        PartialState().print(line("recipe", text))
+    return flags
+
+
+def sides_of(source: ImageSource, crop: Crop) -> list[int]:
+    """Return the shorter sides of some pictures of a source [px], or the longer sides if crop is none. Collective."""
+
+    def read() -> list[int]:
+        sides = list[int]()
+        for number in range(0, len(source), len(source) // 200 + 1):  # of at most 200 pictures
+            with suppress(Exception):  # a broken picture is reported when it is decoded
+                sides.append((max if crop == "none" else min)(source.size_of(number)))
+        return sides
+
+    return on_main(PartialState(), read)
+
+
+def chosen_size(
+    source: ImageSource,
+    data: DataConfig,
+    time: str,
+    precisions: Sequence[str | None],
+    speed_of: Callable[[Mapping[str, Any]], Speed],
+) -> dict[str, Any]:
+    """Return the flags of the largest size for which there is enough time, and print them. Collective.
+
+    Args:
+        source: the pictures.
+        data: the flags of the pictures.
+        time: the time of the run in words.
+        precisions: the precisions to choose from.
+        speed_of: measures the speed of a training by flags.
+    """
+    state, sides = PartialState(), sides_of(source, data.crop)
+    if not isinstance(source, FileFolder | HuggingFaceSource) or not sides:
+        return {}
+
+    def measure(side: int, autoencoder: tuple[str, ...]) -> Speed:
+        batch = state.num_processes * (plan.MIN_BATCH_OF_LATENTS if autoencoder else plan.MIN_BATCH)
+        # Neither the batch nor the conditions are known before the data are open.
+        flags: dict[str, Any] = {"batch_size": None, "gradient_accumulation_steps": None, "use_cfg": False}
+        flags |= {"guidance_scale": 1.0, "image_size": side, "autoencoder": autoencoder, "global_batch_size": batch}
+        space = build_space(replace(data, image_size=side, autoencoder=autoencoder))
+        flags |= plan.network_of(plan.STARTER_DIMS[bool(autoencoder)], (space.shape or ())[1:])
+        speeds = [speed_of({**flags, "mixed_precision": precision}) for precision in precisions]
+        return max(speeds, key=lambda speed: speed.rate)
+
+    made = plan.choose_size(len(source.numbers_without(data.exclude)), int(median(sides)), time, measure)
+    if made.reasons:
+        state.print(lines(made.reasons))
+    return made.settings
+
+
+def facts_of(
+    method: Method,
+    data: DataConfig,
+    run: TrainingConfig,
+    distilled: DistillationData | None,
+    fixed: frozenset[str],
+    **known: Any,
+) -> plan.Facts:
+    """Return the facts that the plan of a run depends on. Collective.
+
+    Args:
+        method: the training method.
+        data: the flags of the pictures.
+        run: the flags of the training.
+        distilled: the data of a teacher, if there is one.
+        fixed: names of the flags that are not to be chosen.
+        known: further facts.
+    """
+    state = PartialState()
+    stored = None if distilled is None else on_main(state, lambda: recipe_of(distilled))
+    augment = plan.for_pictures(known["pictures"], augmentable=can_augment(data)).get("augment", 0.0)
+    return plan.Facts(
+        method,
+        fixed=fixed,
+        memory=min(gather_object([free_memory()])) if state.device.type == "cpu" else inf,  # a GPU reports it itself
+        processes=state.num_processes,
+        device=state.device.type,
+        batch=run.split_batch(state.num_processes).total if "batch_size" in fixed else None,
+        augment=data.augment if "augment" in fixed else augment,
+        latents=bool(data.autoencoder),
+        precisions=precisions(run, method, fixed, stored),
+        samples=distilled.recipe.pairs if distilled else 0,
+        drawn=stored.pairs if stored else None,
+        calls=distilled.calls if distilled else 0,
+        **known,
+    )
+
+
+def precisions(
+    run: TrainingConfig, method: Method, fixed: Collection[str], stored: Recipe | None = None
+) -> tuple[str | None, ...]:
+    """Return the precisions that a plan may choose from, the safest one first; None is the default of the device."""
+    is_fixed = "mixed_precision" in fixed or "ACCELERATE_MIXED_PRECISION" in os.environ
+    if is_fixed or PartialState().device.type != "cpu" or method == "mean_flow":
+        return (run.mixed_precision,)
+    return ("no", "bf16") if stored is None else ("bf16" if stored.precision == "bf16" else "no",)
+
+
+def training_speed(flow: Flow, run: TrainingConfig, path_points: int) -> Speed:
+    """Measure the images per second of all processes, by the slowest of them, and the memory of each. Collective.
+
+    Args:
+        flow: the flow to train.
+        run: the flags of the training.
+        path_points: number of points of each path of a teacher; 0 for other data.
+    """
+    state = PartialState()
+    precision = choose_precision(run, state.device)
+    to_device(flow, state.device, precision).train()
+    count = run.split_batch(state.num_processes).per_process
+    optimizer = find_optimizer(run, fused=state.device.type == "cuda")
+    speed = measure_speed(flow, optimizer, count, path_points, lambda: autocast(precision, state.device))
+    rates, memories = zip(*gather_object([speed]), strict=True)
+    return Speed(state.num_processes * min(rates), max(memories))
+
+
+def print_speed(run: TrainingConfig, speed: Speed, items: int) -> None:
+    """Print the time and the memory of a run without a plan, whose epochs have so many items."""
+    state = PartialState()
+    batch = run.split_batch(state.num_processes)
+    if speed.rate == 0 or (state.device.type == "cpu" and speed.memory > memory()):
+        needed = f"a step of {batch.per_process:,} images does not fit into the memory ({speed.memory / 1e9:,.1f} GB)"
+        remedy = "lower --batch_size (--gradient_accumulation_steps makes up for it), --image_size or --dim"
+        raise UsageError(f"{needed}: {remedy}")
+    step, steps = batch.total / speed.rate, run.total_steps(batch, items)
+    state.print(lines({"speed": speed, "time": f"{duration(step)} a step, {duration(step * steps)} in all"}))
+
+
+def network_of_origin(
+    init: InitConfig, data: DataConfig, distilled: DistillationData | None, fixed: frozenset[str]
+) -> tuple[dict[str, Any], str]:
+    """Return the network of the run of ``--init_from``, and the origin of the network if it is known. Collective."""
+    if "network" in fixed:
+        return {}, "set by flags"
+    origin = init.origin(data.starter)
+    if origin is None or init.init_from == STARTER or distilled is not None:
+        return {}, ""
+    source = on_main(PartialState(), lambda: checkpoint.resolve(origin, [checkpoint.CONFIG_FILE]))
+    known, ours = recorded_flags(source), values_of(NetworkConfig())
+    return {name: value for name, value in known.items() if name in ours}, f"the network of {init.init_from}"
+
+
+def starter_of(
+    init: InitConfig, data: DataConfig, space: Space, given: Collection[str], *, is_plain: bool
+) -> plan.Starter:
+    """Return whether a run can start from a starter, a rectified flow of RGB pictures that predicts velocities.
+
+    Args:
+        init: the flags of the initial weights.
+        data: the flags of the pictures.
+        space: the space of the pictures.
+        given: names of the flags that the user gave.
+        is_plain: whether the run trains a rectified flow without a teacher.
+    """
+    if init.init_from == STARTER:
+        return "requested"
+    unlike = {"init_from", "prediction", "space", "alpha"}.intersection(given)
+    named = data.dataset_path is None and name_of(data.dataset) in (SYNTHETIC_FLOWERS, *names("dataset"))
+    sides = (space.shape or data.framing.shape)[1:]
+    fits = min(sides) in plan.STARTER_SIDES.get(data.starter, ()) and not data.space and not named
+    return "suited" if is_plain and not unlike and fits else "unsuited"

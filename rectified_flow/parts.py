@@ -1,0 +1,100 @@
+"""Parts by their words: the name of a registered class or function, and its arguments, as ``KEY=VALUE``."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rectified_flow.errors import UsageError, first_line
+from rectified_flow.registry import Role, find, names, parameters_of
+from rectified_flow.system.files import LONGEST, usable_path
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A registered class or function with the arguments that flags give it.
+
+    Args:
+        flag: the flag that names it, such as ``network``.
+        target: the class or function.
+        arguments: checked arguments.
+    """
+
+    flag: str
+    target: Any
+    arguments: Mapping[str, Any]
+
+    def build(self, **context: Any) -> Any:
+        """Call the target with its arguments, and those of ``context`` that it has a parameter for."""
+        parameters = parameters_of(self.target)
+        arguments = {name: value for name, value in context.items() if name in parameters} | dict(self.arguments)
+        try:
+            return self.target(**arguments)
+        except UsageError:
+            raise
+        except (TypeError, ValueError) as error:
+            name = self.target.__qualname__.removesuffix(".of")
+            raise UsageError(f"--{self.flag} {name} cannot be built ({first_line(error)})") from error
+
+
+def split_part(part: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the name of a part, which is empty if only arguments are given, and its arguments."""
+    words = [part] if isinstance(part, str) else [*part]
+    is_named = bool(words) and not re.match(r"[^\W\d]\w*=", words[0])  # paths and hub ids may contain =
+    return (words[0], words[1:]) if is_named else ("", words)
+
+
+def name_of(part: Sequence[str]) -> str:
+    """Return the name of a part, which is empty if only arguments are given."""
+    return split_part(part)[0]
+
+
+def choose(flag: str, role: Role | type, part: Sequence[str], but: type | None = None) -> Choice:
+    """Return a registered class or function with its arguments."""
+    name, options = split_part(part)
+    target = find(flag, role, name or " ".join(options), but)
+    return Choice(flag, target, typed_options(flag, target, options))
+
+
+def typed_options(flag: str, target: Any, options: Sequence[str]) -> dict[str, Any]:
+    """Return ``KEY=VALUE`` options with the types that the parameters of ``target`` are annotated with."""
+    parameters, typed = parameters_of(target), {}
+    for option in options:
+        key, equals, text = option.partition("=")
+        if not equals or key not in parameters:
+            known, name = ", ".join(parameters) or "none", target.__qualname__.removesuffix(".of")
+            raise UsageError(f"--{flag} {option}: {name} takes KEY=VALUE with the keys {known}")
+        candidates = [text]
+        with suppress(ValueError, RecursionError):  # a number of more than 4,300 digits, and brackets in brackets
+            candidates = [json.loads(text), text]
+        typed[key] = validated(f"--{flag} {key}", candidates, parameters[key].annotation)
+    return typed
+
+
+def choose_named(flag: str, base: type, text: str) -> Any:
+    """Return the object of ``NAME`` or ``NAME:VALUE``, with the value of the constructor's first argument."""
+    name, colon, value = text.partition(":")
+    known = {each.lower(): each for each in names(base)}
+    target = find(flag, base, known.get(name.lower(), name))
+    options = [f"{next(iter(parameters_of(target)), name)}={value}"] if colon else []
+    return Choice(flag, target, typed_options(flag, target, options)).build()
+
+
+def validated(name: str, candidates: Sequence[Any], hint: Any) -> Any:
+    """Return the first candidate that fits the annotation ``hint``, as a value of its type."""
+    from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+    # In a tuple, as pydantic takes no rules for a dataclass alone.
+    adapter = TypeAdapter(tuple[hint], config=ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False))
+    for candidate in candidates:
+        try:
+            [value] = adapter.validate_python((candidate,))
+        except ValidationError as error:
+            problem = error.errors(include_url=False)[0]
+        else:
+            return usable_path(name, value) if isinstance(value, Path) else value
+    requirement = problem["msg"].partition(" should ")[2] or problem["msg"]
+    raise UsageError(f"{name} is {str(problem['input'])[:LONGEST]}; it must {requirement}")
