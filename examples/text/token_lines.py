@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from masked_model import SPECIAL, UNKNOWN
 from rectified_flow.errors import UsageError, first_line
-from rectified_flow.system.outputs import claim, write_output
+from rectified_flow.system.artifact import claim, write_output
 from rectified_flow.system.terminal import progress_bar
 
 HELD_OUT_EVERY = 20

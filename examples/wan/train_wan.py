@@ -26,7 +26,7 @@ from rectified_flow.errors import UsageError
 from rectified_flow.flags import Flags, Positive, Probability, default_is, recorded
 from rectified_flow.flows.times import LogitNormal
 from rectified_flow.runs.folder import check_start
-from rectified_flow.system.outputs import claim, write_output
+from rectified_flow.system.artifact import claim, write_output
 from wan import Wan, WanNetwork
 
 LORA_FILE = "pytorch_lora_weights.safetensors"

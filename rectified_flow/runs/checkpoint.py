@@ -21,8 +21,17 @@ from tqdm.auto import tqdm
 
 from rectified_flow.errors import DamageError, UsageError, first_line
 from rectified_flow.runs.config import CHECKPOINTS
-from rectified_flow.system.artifact import CHECKPOINT, MANIFEST, Artifact, Natural, find_damage, read_manifest, remove
-from rectified_flow.system.files import read_bytes, read_document, reading, replace_file, usable_path
+from rectified_flow.system.artifact import (
+    CHECKPOINT,
+    MANIFEST,
+    Artifact,
+    FileName,
+    Natural,
+    find_damage,
+    read_manifest,
+    remove,
+)
+from rectified_flow.system.files import open_regular, read_bytes, read_document, reading, replace_file, usable_path
 from rectified_flow.system.terminal import warn_once
 
 EARLY, LATEST_EARLY = 1 / 8, 1 / 4
@@ -74,6 +83,8 @@ class TrainerFile(Counters):
     grad_scaler: dict[str, Natural | Scale] | None = None
     optimizer: str | None = None
     optimizer_numbers: dict[str, int | float] = field(default_factory=dict)
+    outputs: list[FileName] = field(default_factory=list)
+    """Names of the files in the run's folder, by which a copy of the run without its hidden manifest goes on."""
 
 
 MODEL_FILE, EMA_FILE = "model.safetensors", "ema.safetensors"
@@ -233,7 +244,7 @@ def load_tensors(path: Path, *names: str) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for name in names:
         try:
-            with reading(path / name):
+            with reading(path / name), open_regular(path / name):  # reading a pipe would wait
                 tensors |= load_file(path / name)
         except (RuntimeError, SafetensorError) as error:
             raise DamageError(f"{path / name} cannot be read ({first_line(error)})") from error

@@ -187,7 +187,8 @@ class Run:
             self.write_status(running=True)
             with suppress(OSError):  # the lines are written with later ones
                 self.log.flush()
-            documents = {CONFIG_FILE: self.document, STATE_FILE: asdict(TrainerFile(**counters, run=self.identity))}
+            state = TrainerFile(**counters, run=self.identity, outputs=self.log.keep_manifest())
+            documents = {CONFIG_FILE: self.document, STATE_FILE: asdict(state)}
             if self.flow_description is not None:
                 documents[FLOW_FILE] = self.flow_description
             place, keep, total_steps = self.config.checkpoints, self.config.keep_checkpoints, self.progress()[1]
