@@ -25,7 +25,6 @@ from rectified_flow.system.artifact import (
     CHECKPOINT,
     MANIFEST,
     Artifact,
-    FileName,
     Natural,
     find_damage,
     read_manifest,
@@ -83,12 +82,12 @@ class TrainerFile(Counters):
     grad_scaler: dict[str, Natural | Scale] | None = None
     optimizer: str | None = None
     optimizer_numbers: dict[str, int | float] = field(default_factory=dict)
-    outputs: list[FileName] = field(default_factory=list)
-    """Names of the files in the run's folder, by which a copy of the run without its hidden manifest goes on."""
 
 
 MODEL_FILE, EMA_FILE = "model.safetensors", "ema.safetensors"
 CONFIG_FILE, FLOW_FILE, STATE_FILE = "config.json", "flow.json", "trainer.json"
+OUTPUTS_FILE = "outputs.json"
+"""Names of the files in the folder of the run, by which a copy of the run without its hidden manifest goes on."""
 FLOW_FILES = (MODEL_FILE, EMA_FILE, CONFIG_FILE, FLOW_FILE, STATE_FILE)
 """Files that a trained flow is loaded from; resuming a run reads others, too."""
 BEST = "best"  # file that contains the name of the best checkpoint

@@ -25,9 +25,17 @@ from tqdm.auto import tqdm
 from rectified_flow.errors import DamageError, UsageError, first_line
 from rectified_flow.flags import flags_in, plain, recorded, rules_of
 from rectified_flow.runs import checkpoint
-from rectified_flow.runs.checkpoint import BEST, CONFIG_FILE, FLOW_FILE, STATE_FILE, RunIdentity
+from rectified_flow.runs.checkpoint import BEST, CONFIG_FILE, FLOW_FILE, OUTPUTS_FILE, RunIdentity
 from rectified_flow.runs.config import CHECKPOINTS, TrainingConfig
-from rectified_flow.system.artifact import CHECKPOINT, claim, claimed_names, find_damage, owned_files, read_manifest
+from rectified_flow.system.artifact import (
+    CHECKPOINT,
+    FileName,
+    claim,
+    claimed_names,
+    find_damage,
+    owned_files,
+    read_manifest,
+)
 from rectified_flow.system.files import (
     LOCK_TIMEOUT,
     hash_file,
@@ -130,13 +138,15 @@ def proven_names(folder: Path) -> list[str]:
 
     The proof is a checkpoint in the folder that was saved with exactly this ``config.json``.
     """
-    with suppress(UsageError):
-        digest = hash_file(folder / CONFIG_FILE)
+    with suppress(DamageError):
+        digest, names = hash_file(folder / CONFIG_FILE), {CONFIG_FILE, OUTPUTS_FILE}
         for path in reversed(checkpoint.list_checkpoints(folder / CHECKPOINTS)):
-            if find_damage(path, names={CONFIG_FILE, STATE_FILE}) is None:
-                saved = read_manifest(path).files.get(CONFIG_FILE)
+            if find_damage(path, names=names) is None:
+                files = read_manifest(path).files
+                saved = files.get(CONFIG_FILE)
                 if saved is not None and saved.sha256 == digest:
-                    return [*RUN_FILES, *checkpoint.load_state(path).outputs]
+                    more = read_document(path / OUTPUTS_FILE, list[FileName]) if OUTPUTS_FILE in files else []
+                    return [*RUN_FILES, *more]
     return []
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from rectified_flow.errors import UsageError
+from rectified_flow.errors import DamageError, UsageError
 from rectified_flow.runs import checkpoint
 from rectified_flow.system.artifact import CHECKPOINT, find_damage, write_manifest
 from tests.patience import wait_for
@@ -201,6 +201,13 @@ def test_no_python_object_is_ever_loaded(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"(?i)model.safetensors cannot be read .*header"):
         checkpoint.load_tensors(path, "model.safetensors")
     assert not victim.exists()
+
+
+def test_a_pipe_in_place_of_weights_is_a_sentence(tmp_path: Path) -> None:
+    """Opening it would wait for a writer forever."""
+    os.mkfifo(tmp_path / checkpoint.MODEL_FILE)
+    with pytest.raises(DamageError, match=r"model\.safetensors cannot be read .* is not a regular file"):
+        checkpoint.load_tensors(tmp_path, checkpoint.MODEL_FILE)
 
 
 def test_killed_at_any_moment_what_is_there_is_whole(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from rectified_flow.load import RESULTS_FILE
 from rectified_flow.runs import folder
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.folder import lock_folder, write_status
-from rectified_flow.system.artifact import OUTPUTS_MANIFEST, claim, claimed_names
+from rectified_flow.system.artifact import OUTPUTS_MANIFEST, claim, claimed_names, write_output
 from rectified_flow.system.files import locked
 from tests.patience import PATIENCE
 
@@ -126,6 +126,23 @@ def test_results_that_several_processes_write_at_once_are_all_kept(tmp_path: Pat
         assert writer.exitcode == 0
     results = json.loads((tmp_path / RESULTS_FILE).read_text())
     assert sorted((each["seed"], each["steps"]) for each in results) == [(i, j) for i in range(6) for j in range(5)]
+
+
+@pytest.mark.parametrize("mine", ['{"name": "an app", "icons": []}', "{}", "text"])
+def test_a_manifest_of_another_program_is_a_file_of_the_users(tmp_path: Path, mine: str) -> None:
+    (tmp_path / "manifest.json").write_text(mine)
+    claim(tmp_path, ["grid.png"])
+    with pytest.raises(UsageError, match=r"manifest\.json would be overwritten, and this project did not write it"):
+        claim(tmp_path, ["manifest.json"])
+    assert (tmp_path / "manifest.json").read_text() == mine
+
+
+@pytest.mark.parametrize("name", [".plot.png", "..plot", "...", "a b.png", "ä.png", "a\nb.png"])
+def test_any_name_of_a_file_can_be_claimed(tmp_path: Path, name: str) -> None:
+    write_output(tmp_path / name, "1")
+    write_output(tmp_path / name, "2")
+    assert (tmp_path / name).read_text() == "2"
+    assert claimed_names(tmp_path) == {name}
 
 
 PROCESSES, NAMES = 4, 25

@@ -130,7 +130,7 @@ def test_a_run_leaves_its_files(runs: Runs) -> None:
     for step in ("step_00000010", "step_00000020"):
         expected |= {f"samples/{step}.png"}
         expected |= {f"checkpoints/{step}/{name}" for name in tensors}
-        expected |= {f"checkpoints/{step}/{name}.json" for name in ("config", "flow", "trainer", "manifest")}
+        expected |= {f"checkpoints/{step}/{name}.json" for name in ("config", "flow", "trainer", "outputs", "manifest")}
     assert left == expected
 
 
