@@ -50,6 +50,17 @@ def test_a_build_resumes_where_it_was(tmp_path: Path) -> None:
     assert not artifact.is_whole
 
 
+def test_a_build_that_was_killed_before_its_rename_goes_on(tmp_path: Path) -> None:
+    artifact = artifact_in(tmp_path)
+    artifact.begin()
+    write_stage(artifact)
+    artifact.reached({"done": 5})
+    artifact.seal()
+    assert artifact_in(tmp_path).begin() == {"done": 5}
+    artifact_in(tmp_path).finish()
+    assert artifact.is_whole
+
+
 def test_a_build_that_does_not_resume_starts_from_an_empty_stage(tmp_path: Path) -> None:
     artifact = artifact_in(tmp_path)
     artifact.begin()
