@@ -79,5 +79,5 @@ class WanFlags:
     program: ProgramConfig = field(default_factory=ProgramConfig)
 
     def __post_init__(self) -> None:
-        written = {"output_dir": self.run.output_dir, "cache_dir": self.wan.cache_dir}
-        check_outside("dataset_path", self.wan.dataset_path, **written)
+        written = {"output_dir": self.run.output_dir, "checkpoint_dir": self.run.checkpoint_dir}
+        check_outside("dataset_path", self.wan.dataset_path, cache_dir=self.wan.cache_dir, **written)

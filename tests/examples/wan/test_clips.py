@@ -10,7 +10,7 @@ from PIL import Image
 
 from clips import Clip, clips_fingerprint, find_clips
 from rectified_flow.errors import UsageError
-from tests.examples.wan.tiny_wan import save_frames, save_gif
+from tests.examples.wan.tiny_clips import save_frames, save_gif
 
 GREYS = [Image.new("RGB", (40, 20), (10 * number, 0, 0)) for number in range(12)]
 

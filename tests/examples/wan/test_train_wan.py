@@ -18,7 +18,8 @@ from encoded_clips import encode_clips
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import parse
 from rectified_flow.runs import checkpoint
-from tests.examples.wan.tiny_wan import Kind, save_clips, save_pipeline
+from tests.examples.wan.tiny_clips import save_clips
+from tests.examples.wan.tiny_wan import Kind, save_pipeline
 from tests.ranks import run_on_ranks
 from tests.training.runs import assert_same_bytes, losses
 from wan_flags import WanFlags
@@ -73,7 +74,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, clips: Path, models: dict[Kin
         f"--dataset_path {clips} {SIZE} --model {models['text']} --lora_rank 0 --train_num_steps 1 --num_samples 0"
         f" --output_dir {folder}/all",
     ]
-    run_on_ranks(1, train, lines)
+    train(lines)
     return folder
 
 
@@ -190,7 +191,8 @@ def test_clips_are_encoded_once_and_a_run_accepts_copies(
     """Copied clips are encoded again, since their files are newer; but they are the same data for a run."""
 
     def encoded(folder: Path, model: Path = models["text"]) -> Any:
-        return encode_clips(wan_of(model, folder, f"--cache_dir {tmp_path}/cache"), find_clips(folder), PartialState())
+        wan = wan_of(model, folder, f"--cache_dir {tmp_path}/cache")
+        return encode_clips(wan, find_clips(folder)[-1:], PartialState())
 
     copied = shutil.copytree(clips, tmp_path / "copied", copy_function=shutil.copyfile)
     first, second = encoded(clips), encoded(copied)

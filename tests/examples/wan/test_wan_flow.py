@@ -40,7 +40,7 @@ def wan_of(model: Path, flags: str) -> Wan:
     return Wan(parse(WanFlags, "", words.split()).wan, torch.device("cpu"))
 
 
-def flow_of(wan: Wan, empty: Tensor) -> ClipFlow:
+def flow_of(wan: Wan, empty: Tensor) -> Any:
     transformer = wan.load_transformer(wan.expert, torch.float32)
     return ClipFlow(WanNetwork(transformer, empty, "here", wan.first_frame), space=wan.space).eval()
 
