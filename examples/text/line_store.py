@@ -187,7 +187,7 @@ def _described(path: Path) -> TextFile:
 def _build(index: _Index) -> None:
     """Build the index in its stage."""
     lines, hashes = list[int](), list[str]()
-    total, name = sum(text.size for text in index.texts), index.path.stem
+    total, name = sum(text.size for text in index.texts), Path(index.texts[0].path).name
     bar = progress_bar(total=total, desc=f"indexing {name}", unit="B", unit_scale=True)
     with bar, (index.stage / STARTS_FILE).open("wb") as output:
         for text in index.texts:

@@ -148,4 +148,5 @@ def train(flags: TextFlags) -> bool:
     training, measured = (TokenLines(each, path, text.length) for each in (trained, held_out))
     accuracy = Accuracy(measured, text.measure_every, text.measured_lines)
     model = MaskedModel(load_tokenizer(path).get_vocab_size(), text.length, text.width, text.layers)
-    return Trainer(model, training, flags.run, callbacks=[accuracy], flags=recorded(flags)).train()
+    data = {"text": [*map(str, text.text)]}
+    return Trainer(model, training, flags.run, callbacks=[accuracy], data=data, flags=recorded(flags)).train()

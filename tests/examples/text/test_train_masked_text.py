@@ -49,7 +49,7 @@ def train(*commands: str) -> str:
 
 @pytest.fixture(scope="module")
 def folder(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs in one process: ``whole``; ``resumed`` at step 4; with few lines, ``few``; and ``ours``, by a file."""
+    """Runs in one process: ``whole``, ``resumed`` at step 4, ``few`` lines, ``copy`` and ``ours`` by files of flags."""
     folder = tmp_path_factory.mktemp("runs")
     base = f"--text {text} {FLAGS} --batch_size 16 --output_dir {folder}"
     (folder / "exclamations.txt").write_text("! ! ! a\n" * 60)
@@ -60,6 +60,7 @@ def folder(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"{base}/resumed --train_num_steps 4",
         f"{base}/resumed",
         f"{base}/few --max_train_samples 1000",
+        f"--config {folder}/whole/config.json --train_num_steps 2 --output_dir {folder}/copy",
         f"--config {folder}/flags.json {FLAGS} --output_dir {folder}/ours",
     ]
     (folder / "printed.txt").write_text(*run_on_ranks(1, train, *commands))
@@ -84,7 +85,7 @@ def test_the_same_run_on_two_processes_with_loader_processes(text: Path, folder:
 def test_max_train_samples_trains_on_the_first_lines(folder: Path) -> None:
     """1,000 lines are 1,053 with the held-out ones, and the word of the last lines is not among them."""
     data = [line for line in (folder / "printed.txt").read_text().splitlines() if line.startswith("data ")]
-    assert [line.split()[1] for line in data] == ["3,040", "3,040", "3,040", "1,000", "57"]
+    assert [line.split()[1] for line in data] == ["3,040", "3,040", "3,040", "1,000", "3,040", "57"]
     assert STRANGE in (folder / "whole/tokenizer.json").read_text()
     assert STRANGE not in (folder / "few/tokenizer.json").read_text()
     assert losses(folder / "few") != losses(folder / "whole")
@@ -95,6 +96,10 @@ def test_flags_in_a_file_and_on_the_command_line(folder: Path) -> None:
     assert config["batch_size"] == 8, "of the file"
     assert config["train_num_steps"] == 8, "of the command line, which comes before that of the file"
     assert max(losses(folder / "ours")) == 8
+
+
+def test_the_config_of_a_run_starts_the_same_run(folder: Path) -> None:
+    assert losses(folder / "copy") == {2: losses(folder / "whole")[2]}
 
 
 def test_the_first_word_of_the_vocabulary_may_be_the_most_frequent(folder: Path) -> None:
