@@ -17,8 +17,8 @@ from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.folder import is_run
+from rectified_flow.system.artifact import claim
 from rectified_flow.system.files import replace_file
-from rectified_flow.system.outputs import RECORD, claim
 
 LIBRARY = "rectified-flow-trainer"
 CONFIG_FILE, CARD_FILE = "config.json", "README.md"
@@ -56,7 +56,7 @@ def save_pretrained(flow: Flow, folder: str | Path, **card: Any) -> None:
 
 
 def claim_model(folder: Path) -> None:
-    """Claim the file names of a model in ``folder``, as :func:`rectified_flow.system.outputs.claim` does."""
+    """Claim the file names of a model in ``folder``, as :func:`rectified_flow.system.artifact.claim` does."""
     refuse({f"save_pretrained {folder}": is_run(folder)}, "belongs to a run: choose another folder")
     code = [PIPELINE_INDEX, PIPELINE.name, f"{PIPELINE_FOLDER}/{PIPELINE.name}"]
     claim(folder, [checkpoint.MODEL_FILE, CONFIG_FILE, *code])
@@ -97,7 +97,7 @@ def push_to_hub(flow: Flow, repo_id: str, *, private: bool | None = None, token:
     repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
     with TemporaryDirectory() as folder:
         save_pretrained(flow, folder, **{"repo_id": repo_id, **card})
-        where: dict[str, Any] = {"repo_id": repo_id, "folder_path": folder, "ignore_patterns": f"*{RECORD}*"}
+        where: dict[str, Any] = {"repo_id": repo_id, "folder_path": folder, "ignore_patterns": "*.manifest.*"}
         return str(api.upload_folder(**where, commit_message="Upload the model"))
 
 

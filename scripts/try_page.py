@@ -20,8 +20,8 @@ from playwright.sync_api import sync_playwright
 
 from rectified_flow.cli.export import QuietHandler
 from rectified_flow.errors import RunError, UsageError
+from rectified_flow.system.artifact import claim, write_output
 from rectified_flow.system.files import prepare_folder
-from rectified_flow.system.outputs import claim, write_output
 
 PATIENCE = 300.0
 """Time limit of loading the model, of reading a picture, and of one generation [s]."""

@@ -224,7 +224,7 @@ def test_a_model_is_uploaded_with_its_card(monkeypatch: pytest.MonkeyPatch) -> N
         return SimpleNamespace(repo_id=f"me/{repo_id}")
 
     def upload_folder(_api: HfApi, *, repo_id: str, folder_path: str, commit_message: str, ignore_patterns: str) -> str:
-        assert ignore_patterns == "*.rectified-flow.json*"
+        assert ignore_patterns == "*.manifest.*"
         same(load_pretrained(folder_path), flow)
         uploaded[repo_id] = (Path(folder_path) / "README.md").read_text()
         return f"https://huggingface.co/{repo_id}/commit/1"

@@ -1,7 +1,6 @@
 """Tests that no program removes or changes a file of a user, in whichever folder a flag names."""
 
 import ctypes
-import json
 import os
 import runpy
 import shutil
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from rectified_flow.system.outputs import LOCK, RECORD
+from rectified_flow.system.artifact import OUTPUTS_MANIFEST, claimed_names
 from tests.programs import assert_refused, program, quick_program
 from tests.ranks import run_on_ranks
 
@@ -26,9 +25,9 @@ OURS = (
     *("config.json", "status.json", "metrics.jsonl", "metrics.old.jsonl", "bad_steps.jsonl", "loss.png"),
     *("evaluations.jsonl", "evaluations.png", "evaluation.json", "evaluation.png", "neighbours.png", "best"),
     *("index.html", "style.css", "model.json", "model.onnx", "model.onnx", "model.safetensors", "README.md"),
-    *("0.png", "00000.png", "000000.png", "grid.png", "manifest.json", "building.json"),
-    *("info.json", "labels.npy", "recipe.json", "images.uint8", "starts.uint64", ".lock", "pairs.lock", "text.lock"),
-    *("steps.png", ".sample.lock", ".tmpabcdef", "lora"),
+    *("0.png", "00000.png", "000000.png", "grid.png", "manifest.json"),
+    *("info.json", "labels.npy", "recipe.json", "images.uint8", "starts.uint64", "steps.png", ".tmpabcdef", "lora"),
+    *(".manifest.json", ".manifest.lock", ".run.lock", ".samples.lock", ".evaluation.lock", ".pairs.lock"),
     *("tokenizer.json", "accuracy.jsonl", "accuracy.png", "distances.jsonl", "distances.png", "clouds.png"),
 )
 """Names of files that programs write."""
@@ -179,11 +178,33 @@ def test_beside_a_checkpoint_that_was_copied_everything_is_the_users(trained: Pa
 def test_a_run_that_was_copied_without_hidden_files_is_resumed(trained: Path, pictures: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(trained, run, ignore=shutil.ignore_patterns(".*"))
+    (run / "neighbours.png").write_text("mine")
     words = f"{TRAIN} --output_dir {run} --train_num_steps 2".format(pictures=pictures)
     succeeds("train_oxford.py", words)
     assert (run / "checkpoints/step_00000002").is_dir()
-    recorded = json.loads((run / RECORD).read_text())["files"]
-    assert {"config.json", "metrics.jsonl", "loss.png", "samples"} <= {*recorded}
+    listed = claimed_names(run)
+    assert {"config.json", "metrics.jsonl", "loss.png", "samples"} <= listed
+    assert "neighbours.png" not in listed, "nothing proves that a program wrote it"
+
+
+@pytest.mark.parametrize("copied", [("config.json",), ("config.json", "status.json"), ("config.json", "checkpoints")])
+def test_a_config_that_was_copied_proves_nothing_about_the_files_beside_it(
+    copied: tuple[str, ...], trained: Path, pictures: Path, tmp_path: Path
+) -> None:
+    """A copied config.json makes no run, and it is the user's; nor do checkpoints whose config.json is another."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for name in ("loss.png", "metrics.jsonl", "status.json", "config.json"):
+        (folder / name).write_text("mine")
+    for name in copied:
+        copy = shutil.copytree if (trained / name).is_dir() else shutil.copyfile
+        copy(trained / name, folder / name)
+    if "checkpoints" in copied:  # the user changed the copy
+        (folder / "config.json").write_text(f"{(folder / 'config.json').read_text()}\n")
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    words = f"{TRAIN} --output_dir {folder} --train_num_steps 2".format(pictures=pictures)
+    assert_refused("train_oxford.py", 1, words, "config.json would be overwritten, and this project did not write it")
+    assert {path: path.read_bytes() for path in before} == before
 
 
 INSIDE = {
@@ -229,7 +250,7 @@ def test_a_run_is_resumed_or_refused_beside_files_of_the_users_behind_links(
     shutil.copytree(trained, run)
     (run / folder).mkdir(exist_ok=True)
     shutil.move(run / folder, elsewhere)
-    (elsewhere / RECORD).unlink(missing_ok=True)
+    (elsewhere / OUTPUTS_MANIFEST).unlink(missing_ok=True)
     (run / folder).symlink_to(elsewhere)
     mine = [elsewhere / name for name in ("step_00000002.png", "step_00000003/model.safetensors", "notes.txt")]
     for path in mine:
@@ -267,7 +288,7 @@ def test_no_program_writes_into_a_checkpoint_or_mixes_a_model_with_a_run(
 def test_links_of_the_users_stay_and_lead_nowhere_else(target: str, pictures: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("{}")
     (tmp_path / "folder").mkdir()
-    for name in (RECORD, "config.json", "loss.png", "samples", "metrics.jsonl", "checkpoints"):
+    for name in (OUTPUTS_MANIFEST, "config.json", "loss.png", "samples", "metrics.jsonl", "checkpoints"):
         run = tmp_path / f"{name}-run"
         run.mkdir()
         link = run / name
@@ -285,16 +306,16 @@ def test_links_of_the_users_stay_and_lead_nowhere_else(target: str, pictures: Pa
 
 @pytest.mark.parametrize(
     "content",
-    ["folder", "pipe", "/dev/zero", "", "[", "[]", '{"files": 3}', '{"files": [3]}', '{"files": ["\\ud800"]}'],
+    [*("folder", "pipe", "/dev/zero", "", "[", "[]"), '{"name": "an app"}', '{"kind": "", "files": {"\\ud800": null}}'],
 )
-def test_a_record_that_cannot_be_read_is_a_sentence(
+def test_a_manifest_that_cannot_be_read_is_a_sentence(
     content: str, trained: Path, pictures: Path, tmp_path: Path
 ) -> None:
-    """All programs read the record with the same function, so most contents are tried with sample.py alone."""
+    """All programs read the manifest with the same function, so most contents are tried with sample.py alone."""
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "grid.png").write_text("mine")
-    record = folder / RECORD
+    record = folder / OUTPUTS_MANIFEST
     match content:
         case "folder":
             record.mkdir()
@@ -316,7 +337,7 @@ def test_a_record_that_cannot_be_read_is_a_sentence(
         assert_refused(script, 1, calls[script], f"error: {record}")
     assert (record.lstat().st_mode, record.lstat().st_ino, record.lstat().st_mtime_ns) == before
     assert (folder / "grid.png").read_text() == "mine"
-    assert {path.name for path in folder.iterdir()} == {RECORD, LOCK, "grid.png"}
+    assert {path.name for path in folder.iterdir()} == {OUTPUTS_MANIFEST, ".manifest.lock", "grid.png"}
 
 
 def test_a_screenshot_of_a_page_replaces_no_file_of_the_users(
@@ -384,7 +405,7 @@ def on_a_full_disk(script: str, words: list[str], disk: Path, room: int) -> tupl
     mine.write_bytes(b"m" * (shutil.disk_usage(disk).free - room))
     result = quick_program(script, words)
     assert {*mine.read_bytes()} == {ord("m")}
-    assert {path.name.partition(".")[0] for path in disk.iterdir()} <= {"folder", "mine"}
+    assert {path.name.strip(".").partition(".")[0] for path in disk.iterdir()} <= {"folder", "mine"}
     assert not list(disk.rglob("*.tmp"))
     return result
 

@@ -22,8 +22,8 @@ from rectified_flow.cli.config import ProgramConfig
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import Flags, Seed
 from rectified_flow.measurements.scores import correlations, spectrum
+from rectified_flow.system.artifact import write_output
 from rectified_flow.system.files import prepare_folder, read_document, writing
-from rectified_flow.system.outputs import write_output
 
 
 @dataclass(frozen=True)

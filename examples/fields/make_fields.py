@@ -19,8 +19,8 @@ from random_fields import Law, draw_field
 from rectified_flow.cli.config import ProgramConfig
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import AtLeastTwo, Flags, Positive, Seed
+from rectified_flow.system.artifact import write_output
 from rectified_flow.system.files import prepare_folder, writing
-from rectified_flow.system.outputs import write_output
 
 LAW_FILE = "law.json"
 

@@ -23,8 +23,8 @@ from rectified_flow.flags import plain
 from rectified_flow.load import RESULTS_FILE, Trained, autocast, model_hash, read_results
 from rectified_flow.runs import checkpoint
 from rectified_flow.spaces.space import RGBA
+from rectified_flow.system.artifact import claim
 from rectified_flow.system.files import locked, prepare_folder, replace_file, writing
-from rectified_flow.system.outputs import LOCK, claim
 from rectified_flow.system.pictures import to_grid, write_picture
 from rectified_flow.system.terminal import lines, size_text
 
@@ -148,7 +148,7 @@ def _describe(result: dict[str, Any]) -> str:
 def _write_down(folder: Path, result: dict[str, Any]) -> None:
     """Add ``result`` to the saved results, or its numbers to those of a result with the same settings."""
     path, unknown = folder / RESULTS_FILE, {"distances": None}
-    with writing(path), locked(folder / LOCK):
+    with writing(path), locked(folder, "evaluation"):
         results = read_results(folder)
         known = [each for each in results if each | unknown == result | unknown]
         others = [each for each in results if each not in known]

@@ -27,8 +27,8 @@ from rectified_flow.registry import describe as describe_part
 from rectified_flow.runs import checkpoint
 from rectified_flow.spaces.degradations import Downsample, Grey, Mask
 from rectified_flow.spaces.space import RGB
+from rectified_flow.system.artifact import claim
 from rectified_flow.system.files import prepare_folder, read_bytes, replace_file, writing
-from rectified_flow.system.outputs import claim
 from rectified_flow.system.pictures import PACKET
 from rectified_flow.system.terminal import lines, progress_bar
 

@@ -28,8 +28,8 @@ from rectified_flow.hub import card_of_run, claim_model, save_pretrained
 from rectified_flow.load import Trained, autocast, model_hash, solver_name
 from rectified_flow.runs.checkpoint import early_of
 from rectified_flow.spaces.space import Space
+from rectified_flow.system.artifact import claim, write_output
 from rectified_flow.system.files import locked, prepare_folder, replace_file, writing
-from rectified_flow.system.outputs import claim, write_output
 from rectified_flow.system.pictures import (
     Provenance,
     encode_picture,
@@ -42,7 +42,7 @@ from rectified_flow.system.pictures import (
 )
 from rectified_flow.system.terminal import lines, progress_bar
 
-LOCK_FILE, GRID_FILE, NEAREST_FILE = ".sample.lock", "grid.png", "nearest.png"
+GRID_FILE, NEAREST_FILE = "grid.png", "nearest.png"
 NEAREST = 4  # training pictures beside each sample on the sheet of --nearest
 
 
@@ -154,7 +154,7 @@ def _claim(outputs: Outputs, flags: PicturesConfig, held: ExitStack) -> None:
         raise UsageError(f"--output_dir {folder} has the pictures of --from_images: choose another folder")
     claim(prepare_folder("output_dir", folder), ())  # refuse a checkpoint before writing the lock file
     busy = f"another process is writing to --output_dir {folder}"
-    held.enter_context(locked(folder / LOCK_FILE, busy, 0))
+    held.enter_context(locked(folder, "samples", busy, 0))
     for file in {*folder.glob("*.png")}.difference(files):
         if file.stem.removesuffix(Path(PREVIEW).stem).isdecimal():
             raise UsageError(f"--output_dir {folder} contains {file.name} of an earlier call: choose another folder")

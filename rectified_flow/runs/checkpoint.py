@@ -21,8 +21,16 @@ from tqdm.auto import tqdm
 
 from rectified_flow.errors import DamageError, UsageError, first_line
 from rectified_flow.runs.config import CHECKPOINTS
-from rectified_flow.system.artifact import CHECKPOINT, MANIFEST, Artifact, Natural, find_damage, read_manifest, remove
-from rectified_flow.system.files import read_bytes, read_document, reading, replace_file, usable_path
+from rectified_flow.system.artifact import (
+    CHECKPOINT,
+    MANIFEST,
+    Artifact,
+    Natural,
+    find_damage,
+    read_manifest,
+    remove,
+)
+from rectified_flow.system.files import open_regular, read_bytes, read_document, reading, replace_file, usable_path
 from rectified_flow.system.terminal import warn_once
 
 EARLY, LATEST_EARLY = 1 / 8, 1 / 4
@@ -78,6 +86,8 @@ class TrainerFile(Counters):
 
 MODEL_FILE, EMA_FILE = "model.safetensors", "ema.safetensors"
 CONFIG_FILE, FLOW_FILE, STATE_FILE = "config.json", "flow.json", "trainer.json"
+OUTPUTS_FILE = "outputs.json"
+"""Names of the files in the folder of the run, by which a copy of the run without its hidden manifest goes on."""
 FLOW_FILES = (MODEL_FILE, EMA_FILE, CONFIG_FILE, FLOW_FILE, STATE_FILE)
 """Files that a trained flow is loaded from; resuming a run reads others, too."""
 BEST = "best"  # file that contains the name of the best checkpoint
@@ -233,7 +243,7 @@ def load_tensors(path: Path, *names: str) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for name in names:
         try:
-            with reading(path / name):
+            with reading(path / name), open_regular(path / name):  # reading a pipe would wait
                 tensors |= load_file(path / name)
         except (RuntimeError, SafetensorError) as error:
             raise DamageError(f"{path / name} cannot be read ({first_line(error)})") from error

@@ -26,18 +26,34 @@ from rectified_flow.errors import DamageError, UsageError, first_line
 from rectified_flow.flags import plain, recorded, rules_of
 from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
-from rectified_flow.runs.checkpoint import BEST, FLOW_FILE, RunIdentity
-from rectified_flow.runs.config import TrainingConfig
-from rectified_flow.system.artifact import CHECKPOINT, is_artifact, owned_files
-from rectified_flow.system.files import LOCK_TIMEOUT, locked, prepare_folder, read_document, replace_file, writing
-from rectified_flow.system.outputs import claim
+from rectified_flow.runs.checkpoint import BEST, CONFIG_FILE, FLOW_FILE, OUTPUTS_FILE, RunIdentity
+from rectified_flow.runs.config import CHECKPOINTS, TrainingConfig
+from rectified_flow.system.artifact import (
+    CHECKPOINT,
+    FileName,
+    claim,
+    claimed_names,
+    find_damage,
+    owned_files,
+    read_manifest,
+)
+from rectified_flow.system.files import (
+    LOCK_TIMEOUT,
+    hash_file,
+    locked,
+    prepare_folder,
+    read_document,
+    replace_file,
+    writing,
+)
 
 Block = Mapping[str, Any] | None
 """A block of ``config.json``, if the caller knows it."""
 RunState = Literal["running", "finished", "interrupted", "failed"]
-LOCK_FILE, STATUS_FILE = ".lock", "status.json"
-RUN_FILES = ("config.json", STATUS_FILE, "loss.png", "samples")
-"""Files and folders that every run writes into its output folder, in addition to its logs."""
+STATUS_FILE, LOCK = "status.json", "run"
+LOGS = ("metrics.jsonl", "metrics.old.jsonl", "bad_steps.jsonl", "bad_steps.old.jsonl")
+RUN_FILES = (CONFIG_FILE, STATUS_FILE, "loss.png", "samples", *LOGS)
+"""Files and folders that every run writes into its output folder."""
 
 
 def describe_run(
@@ -54,8 +70,8 @@ def describe_run(
 
 def write_config(folder: Path, document: Mapping[str, Any]) -> None:
     """Write the ``config.json`` of the run in ``folder``."""
-    with writing(folder / RUN_FILES[0]):
-        replace_file(folder / RUN_FILES[0], json.dumps(document, indent=1))
+    with writing(folder / CONFIG_FILE):
+        replace_file(folder / CONFIG_FILE, json.dumps(document, indent=1))
 
 
 def data_description(dataset: Dataset[Any]) -> str:
@@ -104,36 +120,51 @@ def write_failure(folder: Path, error: BaseException, step: int, total_steps: in
 def is_run(folder: Path) -> bool:
     """Return whether ``folder`` has the ``config.json`` of a run."""
     with suppress(UsageError):
-        return bool(read_config(folder / RUN_FILES[0]))
+        return bool(read_config(folder / CONFIG_FILE))
     return False
 
 
 def prepare_folders(config: TrainingConfig) -> None:
     """Create the folders of a run, and claim the names of its files there. Call in one process only."""
-    known, config_file = is_run(config.output_dir), config.output_dir / RUN_FILES[0]
-    claim(prepare_folder("output_dir", config.output_dir), RUN_FILES, ours=known)
-    if not known and config_file.exists():  # such as that of a saved model
-        raise UsageError(f"{config_file} is damaged or does not belong to a run: choose another --output_dir")
+    folder = prepare_folder("output_dir", config.output_dir)
+    proven = [] if CONFIG_FILE in claimed_names(folder) else proven_names(folder)
+    claim(folder, proven or RUN_FILES, proven=bool(proven))
+    if not is_run(folder) and (folder / CONFIG_FILE).exists():  # such as that of a saved model
+        raise UsageError(f"{folder / CONFIG_FILE} is damaged or does not belong to a run: choose another --output_dir")
     folder = prepare_folder("checkpoint_dir" if config.checkpoint_dir else "output_dir", config.checkpoints)
-    claim(folder, [BEST], ours=any(map(is_artifact, folder.glob("step_*"))))
+    claim(folder, [BEST], proven=checkpoint.best_of(folder) is not None)
     for step in folder.glob("step_" + "[0-9]" * 8):
         if not checkpoint.is_checkpoint(step):
             owned_files(step, CHECKPOINT)
 
 
-def lock_folder(config: TrainingConfig, held: ExitStack) -> None:
-    """Create the folders of a run, and lock them until ``held`` closes.
+def proven_names(folder: Path) -> list[str]:
+    """Return the names of the files of a run without its manifest, as after ``cp -r RUN/* COPY``; none without proof.
 
-    The operating system releases the locks when the process ends, even if it is killed.
+    The proof is a checkpoint in the folder that was saved with exactly this ``config.json``.
     """
+    with suppress(DamageError):
+        digest, names = hash_file(folder / CONFIG_FILE), {CONFIG_FILE, OUTPUTS_FILE}
+        for path in reversed(checkpoint.list_checkpoints(folder / CHECKPOINTS)):
+            if find_damage(path, names=names) is None:
+                files = read_manifest(path).files
+                saved = files.get(CONFIG_FILE)
+                if saved is not None and saved.sha256 == digest:
+                    more = read_document(path / OUTPUTS_FILE, list[FileName]) if OUTPUTS_FILE in files else []
+                    return [*RUN_FILES, *more]
+    return []
+
+
+def lock_folder(config: TrainingConfig, held: ExitStack) -> None:
+    """Create the folders of a run, and lock them until ``held`` closes."""
     prepare_folders(config)
     folder, status = config.output_dir, read_status(config.output_dir)
     busy = f"process {status.get('pid')} on {status.get('host')} is training in --output_dir {folder}"
-    held.enter_context(locked(folder / LOCK_FILE, busy, LOCK_TIMEOUT))
+    held.enter_context(locked(folder, LOCK, busy, LOCK_TIMEOUT))
     place = config.checkpoint_dir
     if place is not None and place.resolve() != folder.resolve():  # another run may save there, too
         busy = f"another run saves into --checkpoint_dir {place}"
-        held.enter_context(locked(place / LOCK_FILE, busy, LOCK_TIMEOUT))
+        held.enter_context(locked(place, LOCK, busy, LOCK_TIMEOUT))
 
 
 MAY_CHANGE = (

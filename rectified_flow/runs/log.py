@@ -12,8 +12,8 @@ from tqdm.auto import tqdm
 
 from rectified_flow.errors import DamageError, UsageError, first_line
 from rectified_flow.runs.checkpoint import step_name
+from rectified_flow.system.artifact import claim, claimed_names, write_output
 from rectified_flow.system.files import flush, parse_document, read_bytes, replace_file
-from rectified_flow.system.outputs import claim, write_output
 from rectified_flow.system.pictures import Grid, Line, Panel, draw_panels, encode_picture
 
 PROJECT = "rectified-flow"
@@ -94,6 +94,7 @@ class RunLog:
         self.preview: Path | None = None
         """The last grid of samples."""
         self._files: list[LineFile] = []
+        self._names = set[str]()
         self._metrics, self._bad_steps = self.open("metrics"), self.open("bad_steps")
 
     def open(self, name: str) -> LineFile:
@@ -101,8 +102,16 @@ class RunLog:
         if name in (file.path.stem for file in self._files):
             raise UsageError(f"two measurements would write {name}.jsonl: give one of them another name")
         claim(self.folder, [f"{name}.jsonl", f"{name}.old.jsonl"])
+        self._names |= claimed_names(self.folder)
         self._files.append(LineFile(self.folder / f"{name}.jsonl", self.step))
         return self._files[-1]
+
+    def keep_manifest(self) -> list[str]:
+        """Write the manifest of the folder again if it was removed while the run trains, and return its names."""
+        with self.tolerant("the manifest"):
+            self._names |= claimed_names(self.folder)
+            claim(self.folder, self._names, proven=True)  # this run wrote them, and no other run may write here
+        return sorted(self._names)
 
     def flush(self) -> None:
         """Put all lines of all files on the disk; an OSError if it is full."""

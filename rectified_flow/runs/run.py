@@ -20,7 +20,15 @@ from rectified_flow.errors import RunError, UsageError, first_line
 from rectified_flow.flags import plain
 from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint, folder
-from rectified_flow.runs.checkpoint import CONFIG_FILE, FLOW_FILE, STATE_FILE, RunIdentity, Tensors, TrainerFile
+from rectified_flow.runs.checkpoint import (
+    CONFIG_FILE,
+    FLOW_FILE,
+    OUTPUTS_FILE,
+    STATE_FILE,
+    RunIdentity,
+    Tensors,
+    TrainerFile,
+)
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.log import RunLog
 from rectified_flow.system.files import writing
@@ -187,7 +195,9 @@ class Run:
             self.write_status(running=True)
             with suppress(OSError):  # the lines are written with later ones
                 self.log.flush()
-            documents = {CONFIG_FILE: self.document, STATE_FILE: asdict(TrainerFile(**counters, run=self.identity))}
+            state = asdict(TrainerFile(**counters, run=self.identity))
+            documents: dict[str, Any] = {CONFIG_FILE: self.document, STATE_FILE: state}
+            documents[OUTPUTS_FILE] = self.log.keep_manifest()
             if self.flow_description is not None:
                 documents[FLOW_FILE] = self.flow_description
             place, keep, total_steps = self.config.checkpoints, self.config.keep_checkpoints, self.progress()[1]

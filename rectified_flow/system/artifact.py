@@ -1,17 +1,24 @@
-"""Artifacts: folders that are whole or absent, such as image stores, teachers' paths, text indexes and checkpoints.
+"""Which files are this project's: the manifest of a folder is the one proof. Any other file is the user's.
 
-An artifact is built in a *stage*, the folder ``NAME.building`` beside its place. The stage carries a marker,
-``building.json``, with the kind of the artifact, the names of its files and the progress of the build, so that a build
-that was killed resumes. When all files are written, a manifest, ``manifest.json``, records the size and the SHA-256 of
-each, everything is flushed to the disk, and one rename gives the stage its name. A reader therefore never sees half an
-artifact, whenever the power fails.
+A manifest lists the files that programs wrote into its folder, in one format for two kinds of folders:
 
-Removal follows one rule: the project removes only files that the manifest or marker in the very folder lists, of the
-kind that is to be removed. A folder that holds anything else (a file of the user's, a hidden file, a link, a subfolder)
-is refused with an error that names it, and is left exactly as it is. A damaged artifact in a folder that the user chose
-is refused too, since the user may have put the altered file there. Nothing here calls ``rmtree``.
+* An *artifact* is whole or absent: a checkpoint, an image store, a teacher's paths. Its ``manifest.json`` has the size
+  and the SHA-256 of each file, so that a copy proves its own contents.
+* A folder of *outputs* grows: that of a run, of samples, of an exported model. Its hidden ``.manifest.json`` has names
+  only. It is hidden because names prove nothing about files that were copied together with it, one by one.
 
-A typical build::
+A program replaces or removes only files that the manifest in the very folder lists. If anything else is in the way (a
+file of the user's, a hidden file, a link, a subfolder), the program raises an error that names it, and leaves it
+exactly as it is. Nothing here calls ``rmtree``.
+
+**Outputs.** :func:`claim` adds names to the manifest before the files are written, so a killed program leaves no file
+that is not listed. :func:`write_output` claims and writes.
+
+**Artifacts.** An artifact is built in a *stage*, the folder ``NAME.building`` beside its place. The manifest of the
+stage has the names of the files and the progress of the build, so that a build that was killed resumes. When all files
+are written, their sizes and hashes are added, everything is flushed to the disk, and one rename gives the stage its
+name. A reader therefore never sees half an artifact, whenever the power fails. A damaged artifact in a folder that the
+user chose is refused instead of replaced, since the user may have put the altered file there. A typical build::
 
     artifact = Artifact(path, "text index", ("starts.uint64", "info.json"))
     with artifact.claimed("set RECTIFIED_FLOW_CACHE to a folder that can be written") as is_missing:
@@ -23,11 +30,11 @@ A typical build::
 """
 
 import json
-import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from os import utime
+from os.path import lexists
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,16 +44,14 @@ from tqdm.auto import tqdm
 from rectified_flow.errors import DamageError, UsageError
 from rectified_flow.system.files import flush, hash_file, locked, read_document, reading, replace_file, writing
 
-MANIFEST, MARKER = "manifest.json", "building.json"
-CHECKPOINT = "checkpoint"  # kind of a checkpoint
+MANIFEST, OUTPUTS_MANIFEST = "manifest.json", ".manifest.json"
+CHECKPOINT, OUTPUTS = "checkpoint", "outputs"
+"""Kinds of a checkpoint and of a folder that grows."""
 SMALL = 2**20  # size below which a file is hashed at each verification, whatever its time [bytes]
-LEFTOVER = re.compile(r"\.tmp\w{6}|\.(building|manifest)\.json\.[0-9a-f]{8}\.tmp")
-"""Temporary files of safetensors and of :func:`replace_file` that a killed build leaves in its stage."""
-FIRST_LEFTOVER = re.compile(r"\.building\.json\.[0-9a-f]{8}\.tmp")
-"""Temporary file that a build leaves if it is killed before its stage has the marker."""
+TEMPORARY = ".tmp??????"  # name of a file that safetensors leaves in a stage if it is killed
 
 Natural = Annotated[int, Field(ge=0, lt=2**53)]
-FileName = Annotated[str, Field(pattern=r"^[^./\x00][^/\x00]*$")]  # name of a file in the folder itself
+FileName = Annotated[str, Field(pattern=r"^(\.{0,2}[^./\x00]|\.{3})[^/\x00]*$")]  # in the folder itself: not . or ..
 
 
 @dataclass(frozen=True)
@@ -64,21 +69,54 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The contents of ``manifest.json``."""
+    """The contents of a manifest."""
 
-    files: dict[FileName, FileRecord]
     kind: str
+    files: dict[FileName, FileRecord | None]
+    """The files and subfolders by name; None for one that may still grow or be replaced."""
+    progress: dict[str, Any] = field(default_factory=dict)
+    """What a build has reached; empty for outputs."""
     format: Natural = 1
 
 
-@dataclass(frozen=True)
-class Marker:
-    """The contents of ``building.json``."""
+def claimed_names(folder: Path) -> set[str]:
+    """Return the names of the files and subfolders that programs wrote into a folder of outputs."""
+    path = folder / OUTPUTS_MANIFEST
+    return {*read_document(path, Manifest).files} if lexists(path) else set()
 
-    kind: str
-    files: list[FileName]
-    progress: dict[str, Any]
-    source: dict[str, Any] = field(default_factory=dict)  # only commit c5b7768 wrote it
+
+def claim(folder: Path, names: Iterable[str], *, proven: bool = False) -> None:
+    """Record that programs write files or subfolders of these names into ``folder``. Call in one process only.
+
+    Args:
+        folder: a folder of outputs.
+        names: the names, each of a file, a subfolder, or a file in a subfolder such as ``flow/pipeline.py``.
+        proven: the caller has another proof that existing files of these names are this project's.
+    """
+    if is_artifact(folder):
+        raise UsageError(f"{folder} is a checkpoint or another complete artifact: choose another folder")
+    paths = list(names)
+    names = list(dict.fromkeys(path.partition("/")[0] for path in paths))
+    with writing(folder / OUTPUTS_MANIFEST), locked(folder, "manifest"):
+        listed = claimed_names(folder)
+        for name in names:
+            path = folder / name
+            linked = path.is_symlink() and not path.is_dir()  # writing would replace the link or its target
+            if linked or (lexists(path) and not proven and name not in listed):
+                raise UsageError(f"{path} would be overwritten, and this project did not write it: move it away")
+        if not listed.issuperset(names):
+            manifest = Manifest(OUTPUTS, dict.fromkeys(sorted(listed.union(names))))
+            replace_file(folder / OUTPUTS_MANIFEST, json.dumps(asdict(manifest), indent=1))
+    for name in names:
+        if inside := [path.partition("/")[2] for path in paths if path.startswith(f"{name}/")]:
+            (folder / name).mkdir(exist_ok=True)
+            claim(folder / name, inside)
+
+
+def write_output(path: Path, content: bytes | str, *, durable: bool = True) -> None:
+    """Write or replace a file as :func:`replace_file` does, unless ``path`` is a file of the user."""
+    claim(path.parent, [path.name])
+    replace_file(path, content, durable=durable)
 
 
 class Artifact:
@@ -121,7 +159,7 @@ class Artifact:
         with writing(f"the {self.kind} {self.path}", UsageError, remedy):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             busy = f"another run is writing the {self.kind} {self.path}"
-            with locked(self.path.with_name(f"{self.path.name}.lock"), busy, timeout, remedy):
+            with locked(self.path.parent, self.path.name, busy, timeout, remedy):
                 yield not self.is_whole  # another process may have built it meanwhile
 
     def begin(self) -> dict[str, Any]:
@@ -138,7 +176,7 @@ class Artifact:
                 raise UsageError(f"{self.path} is damaged ({damage}): move the folder away, or choose another")
             tqdm.write(f"warning: the {self.kind} {self.path} is damaged ({damage}) and is made again")
         with suppress(DamageError):  # there is no stage yet
-            progress = read_document(self.stage / MARKER, Marker).progress
+            progress = read_manifest(self.stage, self.kind).progress
             if progress:
                 return progress
         remove(self.stage, self.kind)
@@ -160,8 +198,7 @@ class Artifact:
 
     def reached(self, progress: Mapping[str, Any]) -> None:
         """Record the progress of the build, whose files must be flushed before. Call in one process only."""
-        marker = Marker(self.kind, [*self.files], dict(progress))
-        replace_file(self.stage / MARKER, json.dumps(asdict(marker)))
+        _write(self.stage, Manifest(self.kind, dict.fromkeys(self.files), dict(progress)))
 
     def finish(self) -> None:
         """Seal and publish the artifact. Call in one process only."""
@@ -171,9 +208,10 @@ class Artifact:
     def seal(self) -> None:
         """Write the manifest of the stage, and flush all files."""
         for path in owned_files(self.stage, self.kind):
-            if path.name not in (*self.files, MARKER):  # a leftover of a killed build
+            if path.name not in (*self.files, MANIFEST):  # a leftover of a killed build
                 path.unlink()
-        write_manifest(self.stage, self.kind, self.files)
+        # With the progress, so that a build that is killed before the rename is not begun again.
+        write_manifest(self.stage, self.kind, self.files, read_manifest(self.stage, self.kind).progress)
         for path in (*self.stage.iterdir(), self.stage):
             flush(path)
 
@@ -182,17 +220,21 @@ class Artifact:
         remove(self.path, self.kind)
         self.stage.rename(self.path)
         flush(self.path.parent)
-        (self.path / MARKER).unlink()
 
 
-def write_manifest(folder: Path, kind: str, names: Sequence[str]) -> None:
-    """Write the manifest of the named files of ``folder``."""
-    files = dict[str, dict[str, Any]]()
+def write_manifest(folder: Path, kind: str, names: Sequence[str], progress: Mapping[str, Any] | None = None) -> None:
+    """Write the manifest of a finished artifact, which consists of the named files of ``folder``."""
+    files = dict[str, FileRecord | None]()
     for name in names:
         stat = (folder / name).stat()
-        time = {} if kind == CHECKPOINT else {"time": int(stat.st_mtime)}
-        files[name] = {"size": stat.st_size, "sha256": hash_file(folder / name), **time}
-    replace_file(folder / MANIFEST, json.dumps({"kind": kind, "format": 1, "files": files}, indent=1))
+        time = None if kind == CHECKPOINT else int(stat.st_mtime)
+        files[name] = FileRecord(stat.st_size, hash_file(folder / name), time)
+    _write(folder, Manifest(kind, files, dict(progress or {})))
+
+
+def _write(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest of an artifact by a temporary file beside the folder, in which nothing else may be left."""
+    replace_file(folder / MANIFEST, json.dumps(asdict(manifest), indent=1), beside=folder)
 
 
 def read_manifest(folder: Path, kind: str = CHECKPOINT) -> Manifest:
@@ -219,6 +261,8 @@ def find_damage(folder: Path, kind: str = CHECKPOINT, names: Collection[str] | N
         with reading(folder):
             for name, expected in read_manifest(folder, kind).files.items():
                 stat = (folder / name).stat()
+                if expected is None:
+                    return f"{name} is not finished"
                 if stat.st_size != expected.size:
                     return f"{name} has the wrong size"
                 as_recorded = int(stat.st_mtime) == expected.time
@@ -240,16 +284,13 @@ def owned_files(folder: Path, kind: str) -> list[Path]:
         return []
     if folder.is_symlink() or not folder.is_dir():
         raise UsageError(f"{folder} is in the way of the {kind}, and is no folder: move it away")
-    known = set[str]()
-    proofs: dict[str, type[Manifest] | type[Marker]] = {MANIFEST: Manifest, MARKER: Marker}
-    for name, schema in proofs.items():
-        with suppress(DamageError):  # an unreadable document lists no files
-            document = read_document(folder / name, schema)
-            known |= {name, *document.files} if document.kind == kind else set()
-    leftover = LEFTOVER if MARKER in known and MANIFEST not in known else FIRST_LEFTOVER
+    known, finished = set[str](), True
+    with suppress(DamageError):  # an unreadable manifest, or one of another kind, lists no files
+        files = read_manifest(folder, kind).files
+        known, finished = {MANIFEST, *files}, None not in files.values()
     entries = sorted(folder.iterdir())
     for entry in entries:
-        is_known = entry.name in known or (MANIFEST not in known and leftover.fullmatch(entry.name))
+        is_known = entry.name in known or (not finished and entry.match(TEMPORARY))
         if entry.is_symlink() or not entry.is_file() or not is_known:
             foreign = f"{entry.name}, which this project did not write"
             raise UsageError(f"{folder} is in the way of the {kind}, and holds {foreign}: move it away")
@@ -274,7 +315,7 @@ def _removing(folder: Path) -> Path:
 
 
 def _unlink(folder: Path, kind: str) -> None:
-    for path in sorted(owned_files(folder, kind), key=lambda path: path.name in (MANIFEST, MARKER)):
+    for path in sorted(owned_files(folder, kind), key=lambda path: path.name == MANIFEST):
         path.unlink()  # the proof of ownership last, so that a killed removal can be repeated
     with suppress(FileNotFoundError):
         folder.rmdir()

@@ -27,18 +27,25 @@ LOCK_TIMEOUT = 10.0
 
 
 @contextmanager
-def locked(path: Path, busy: str = "", timeout: float = -1, remedy: str = "choose another folder") -> Iterator[None]:
-    """Hold the lock on ``path`` inside the block; on a file system without locks, warn instead.
+def locked(
+    folder: Path, name: str, busy: str = "", timeout: float = -1, remedy: str = "choose another folder"
+) -> Iterator[None]:
+    """Hold the lock of ``name`` in ``folder`` inside the block; on a file system without locks, warn instead.
+
+    The operating system releases a lock when its process ends, even if it is killed. The file of the lock is the hidden
+    file ``.NAME.lock``, which every user who may write in the folder may open.
 
     Args:
-        path: the lock's file, which every user who may write in its folder may open.
+        folder: an existing folder.
+        name: what is locked, such as a store in the folder, or the run in it.
         busy: beginning of the error message, such as "another process is writing to FOLDER".
         timeout: time to wait for another process that holds the lock [s]; negative waits as long as it takes.
         remedy: end of the error message.
     """
+    path = folder / f".{name}.lock"
     with ExitStack() as held:
         try:
-            mode = path.parent.stat().st_mode & 0o666 | S_IRUSR | S_IWUSR
+            mode = folder.stat().st_mode & 0o666 | S_IRUSR | S_IWUSR
             # A marker file in place of a lock would outlive a killed process.
             held.enter_context(FileLock(path, mode=mode, fallback_to_soft=False).acquire(timeout=timeout))
         except Timeout as error:
@@ -46,7 +53,7 @@ def locked(path: Path, busy: str = "", timeout: float = -1, remedy: str = "choos
         except PermissionError as error:
             raise UsageError(f"{path} cannot be opened ({error.strerror}): {remedy}, or permit access") from error
         except (OSError, NotImplementedError) as error:
-            warn_once(f"{path.parent} cannot be locked ({error}): make sure that no other process writes there")
+            warn_once(f"{folder} cannot be locked ({error}): make sure that no other process writes there")
         yield
 
 
@@ -60,7 +67,7 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def replace_file(path: Path, content: bytes | str, *, durable: bool = True) -> None:
+def replace_file(path: Path, content: bytes | str, *, durable: bool = True, beside: Path | None = None) -> None:
     """Write ``content`` beside ``path`` and rename it there, so that the file is whole or absent.
 
     Processes may replace the same file at once; the last rename stays. A process that is killed while it writes leaves
@@ -70,18 +77,20 @@ def replace_file(path: Path, content: bytes | str, *, durable: bool = True) -> N
         path: file to write.
         content: bytes, or text that is encoded as UTF-8.
         durable: wait until the content is on the disk.
+        beside: another path on the same disk, beside which the content is written first.
     """
-    beside = path.with_name(f".{path.name}.{token_hex(4)}.tmp")
+    place = beside or path
+    temporary = place.with_name(f".{place.name}.{token_hex(4)}.tmp")
     try:
         # Not by tempfile, whose files no other user may read.
-        with beside.open("xb") as file:
+        with temporary.open("xb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             if durable:
                 os.fsync(file.fileno())
-        beside.replace(path)
+        temporary.replace(path)
     finally:
-        beside.unlink(missing_ok=True)  # absent after the file was renamed
+        temporary.unlink(missing_ok=True)  # absent after the file was renamed
 
 
 @contextmanager
@@ -177,6 +186,8 @@ def parse_document(content: bytes | str, schema: type[T], source: object) -> T:
     except ValidationError as error:
         problems = error.errors(include_url=False)
     newer = [each for each in problems if each["type"] == "unexpected_keyword_argument"]
+    if any(each["type"] == "missing" for each in problems):
+        newer = []  # a newer version adds keys; a document that lacks some is another program's, or damaged
     problem = [*newer, *problems][0]
     key = ".".join(map(str, problem["loc"]))
     if newer:

@@ -23,8 +23,8 @@ from PIL import ExifTags, Image, ImageCms, ImageDraw, ImageOps, PngImagePlugin, 
 from torch import Tensor
 
 from rectified_flow.errors import UsageError
+from rectified_flow.system.artifact import write_output
 from rectified_flow.system.files import open_regular, parse_document, reading, writing
-from rectified_flow.system.outputs import write_output
 
 FORMATS = ["JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "AVIF"]
 """Formats that are opened, whatever a file is called: an EPS file, for one, would start another program."""

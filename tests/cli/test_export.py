@@ -28,7 +28,7 @@ from rectified_flow.load import model_hash
 from rectified_flow.networks.unet import Unet
 from rectified_flow.spaces.degradations import Downsample, Mask
 from rectified_flow.spaces.pixels import Pixels
-from rectified_flow.system.outputs import LOCK, RECORD
+from rectified_flow.system.artifact import OUTPUTS_MANIFEST
 from rectified_flow.text.caption import Caption
 from rectified_flow.text.encoders import BagOfWords
 from tests.extension.own_autoencoder import Haar
@@ -244,7 +244,7 @@ def test_a_program_that_differs_is_not_written(
     monkeypatch.setattr(exporting, "load_program", lambda _content: lambda inputs: [returned * inputs["x"]])
     with pytest.raises(RunError, match=r"the program differs from the flow by .* more than 0.0001"):
         call("export.py", "--checkpoint", tmp_path)
-    assert {path.name for path in (tmp_path / "exported").iterdir()} == {RECORD, LOCK}
+    assert {path.name for path in (tmp_path / "exported").iterdir()} == {OUTPUTS_MANIFEST, ".manifest.lock"}
 
 
 def test_a_page_has_the_pinned_packages_unpacked_and_their_licences() -> None:

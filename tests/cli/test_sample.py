@@ -10,7 +10,6 @@ import pytest
 from filelock import FileLock
 from PIL import Image
 
-from rectified_flow.cli.sample import LOCK_FILE
 from rectified_flow.cli.settings import read_settings
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.rectified import RectifiedFlow
@@ -172,7 +171,7 @@ def test_pictures_of_an_earlier_call_are_not_mixed_in(run: Path, tmp_path: Path)
 
 
 def test_a_folder_that_another_process_draws_into_is_refused(run: Path, tmp_path: Path) -> None:
-    with FileLock(tmp_path / LOCK_FILE):
+    with FileLock(tmp_path / ".samples.lock"):
         assert_refused(
             "sample.py",
             2,

@@ -199,6 +199,6 @@ def test_a_store_that_cannot_be_read_now_is_kept(
 
 def test_a_store_in_a_read_only_cache_opens(tmp_path: Path) -> None:
     path = open_store(SyntheticFlowers(8, count=4), 4, cache_dir=tmp_path)
-    (tmp_path / f"{path.name}.lock").unlink()
+    (tmp_path / f".{path.name}.lock").unlink()
     assert open_store(SyntheticFlowers(8, count=4), 4, cache_dir=tmp_path) == path
-    assert not (tmp_path / f"{path.name}.lock").exists(), "opening wrote to the cache"
+    assert not (tmp_path / f".{path.name}.lock").exists(), "opening wrote to the cache"

@@ -109,7 +109,7 @@ def test_two_processes_encode_the_same_once(pictures: ImageDataset, monkeypatch:
 def test_another_run_that_encodes_is_waited_for(pictures: ImageDataset, monkeypatch: pytest.MonkeyPatch) -> None:
     path = encode(pictures).path
     shutil.rmtree(path)
-    lock = FileLock(Path(f"{path}.lock"))
+    lock = FileLock(path.with_name(f".{path.name}.lock"))
     lock.acquire()
 
     def wait(text: str) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from rectified_flow.errors import UsageError
+from rectified_flow.errors import DamageError, UsageError
 from rectified_flow.runs import checkpoint
 from rectified_flow.system.artifact import CHECKPOINT, find_damage, write_manifest
 from tests.patience import wait_for
@@ -203,6 +203,13 @@ def test_no_python_object_is_ever_loaded(tmp_path: Path) -> None:
     assert not victim.exists()
 
 
+def test_a_pipe_in_place_of_weights_is_a_sentence(tmp_path: Path) -> None:
+    """Opening it would wait for a writer forever."""
+    os.mkfifo(tmp_path / checkpoint.MODEL_FILE)
+    with pytest.raises(DamageError, match=r"model\.safetensors cannot be read .* is not a regular file"):
+        checkpoint.load_tensors(tmp_path, checkpoint.MODEL_FILE)
+
+
 def test_killed_at_any_moment_what_is_there_is_whole(tmp_path: Path) -> None:
     for attempt in range(12):
         folder = tmp_path / str(attempt)
@@ -246,7 +253,7 @@ def test_a_file_that_may_not_be_read_is_not_damaged(tmp_path: Path, monkeypatch:
     assert path.exists()
 
 
-@pytest.mark.parametrize("name", ["/dev/zero", "../other.json", "folder/model.safetensors", "..", "", "a\0b", ".lock"])
+@pytest.mark.parametrize("name", ["/dev/zero", "../other.json", "folder/model.safetensors", ".", "..", "", "a\0b"])
 def test_a_manifest_names_files_of_its_own_folder(tmp_path: Path, name: str) -> None:
     path = write(tmp_path, 1)
     (tmp_path / "other.json").write_text("{}")

@@ -50,6 +50,17 @@ def test_a_build_resumes_where_it_was(tmp_path: Path) -> None:
     assert not artifact.is_whole
 
 
+def test_a_build_that_was_killed_before_its_rename_goes_on(tmp_path: Path) -> None:
+    artifact = artifact_in(tmp_path)
+    artifact.begin()
+    write_stage(artifact)
+    artifact.reached({"done": 5})
+    artifact.seal()
+    assert artifact_in(tmp_path).begin() == {"done": 5}
+    artifact_in(tmp_path).finish()
+    assert artifact.is_whole
+
+
 def test_a_build_that_does_not_resume_starts_from_an_empty_stage(tmp_path: Path) -> None:
     artifact = artifact_in(tmp_path)
     artifact.begin()
@@ -162,7 +173,7 @@ def test_a_folder_of_the_users_is_not_removed(tmp_path: Path, foreign: str) -> N
     for name in ("store", "store.building", "store.removing"):
         folder = tmp_path / name
         folder.mkdir()
-        for ours in ("rows.uint8", "info.json", "manifest.json", "building.json"):
+        for ours in ("rows.uint8", "info.json", "manifest.json"):
             (folder / ours).write_text("{}")
         FOREIGN[foreign](folder / foreign)
         refuses(folder, "", lambda: build(tmp_path))
@@ -187,8 +198,8 @@ def test_an_empty_folder_is_no_hindrance(tmp_path: Path) -> None:
     assert build(tmp_path).is_whole
 
 
-@pytest.mark.parametrize("name", [".tmpabcdef", ".manifest.json.0123abcd.tmp", ".building.json.bak.tmp"])
-def test_hidden_files_without_a_marker_beside_them_stay(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", [".tmpabcdef", ".manifest.json.0123abcd.tmp"])
+def test_hidden_files_without_a_manifest_beside_them_stay(tmp_path: Path, name: str) -> None:
     artifact = artifact_in(tmp_path)
     artifact.stage.mkdir()
     (artifact.stage / name).write_text("mine")
@@ -196,14 +207,13 @@ def test_hidden_files_without_a_marker_beside_them_stay(tmp_path: Path, name: st
 
 
 def test_what_killed_builds_leave_goes(tmp_path: Path) -> None:
-    """Temporary files of safetensors and of the marker, and an artifact that was half removed."""
+    """A temporary file of safetensors, and an artifact that was half removed."""
     path = build(tmp_path).path
     path.rename(tmp_path / "store.removing")
     (tmp_path / "store.removing/info.json").unlink()
     artifact = artifact_in(tmp_path)
     artifact.begin()
-    for name in (".tmpaB3dE9", ".building.json.0123abcd.tmp", ".manifest.json.0123abcd.tmp"):
-        (artifact.stage / name).write_text("half")
+    (artifact.stage / ".tmpaB3dE9").write_text("half")
     assert artifact.begin() == {}
     assert build(tmp_path).is_whole
     assert [each.name for each in tmp_path.iterdir()] == ["store"]

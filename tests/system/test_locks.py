@@ -1,4 +1,4 @@
-"""Tests of two programs at once in one folder, and of the record of an output folder."""
+"""Tests of two programs at once in one folder, and of the manifest of an output folder."""
 
 import json
 import multiprocessing
@@ -18,8 +18,8 @@ from rectified_flow.load import RESULTS_FILE
 from rectified_flow.runs import folder
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.folder import lock_folder, write_status
+from rectified_flow.system.artifact import OUTPUTS_MANIFEST, claim, claimed_names, write_output
 from rectified_flow.system.files import locked
-from rectified_flow.system.outputs import LOCK, RECORD, claim
 from tests.patience import PATIENCE
 
 FORK = multiprocessing.get_context("fork")
@@ -34,8 +34,8 @@ def test_who_may_write_in_a_folder_may_open_its_lock(tmp_path: Path, folder_mode
     tmp_path.chmod(folder_mode)
     before = os.umask(0o077)
     try:
-        with locked(tmp_path / ".lock", "another process writes", 0):
-            assert oct((tmp_path / ".lock").stat().st_mode & 0o777) == oct(file_mode)
+        with locked(tmp_path, "run", "another process writes", 0):
+            assert oct((tmp_path / ".run.lock").stat().st_mode & 0o777) == oct(file_mode)
     finally:
         os.umask(before)
 
@@ -85,7 +85,7 @@ def test_another_user_does_not_train_beside_a_run(shared: Path, monkeypatch: pyt
         write_status(shared, "running", 1, 2)
         assert said_by_nobody(lock_run, shared).startswith(f"process {os.getpid()} on ")
     assert said_by_nobody(lock_run, shared) == "claimed"
-    (shared / ".lock").chmod(0o600)  # as a strict umask makes it
+    (shared / ".run.lock").chmod(0o600)  # as a strict umask makes it
     assert "Permission denied" in said_by_nobody(lock_run, shared)
 
 
@@ -105,9 +105,9 @@ def test_a_lock_that_may_not_be_opened_and_one_that_cannot_exist(
         with pytest.raises(
             UsageError, match=r"\.lock cannot be opened \(Permission denied\): choose another folder, or"
         ):
-            locked(tmp_path / ".lock", "another process writes", 0).__enter__()
+            locked(tmp_path, "run", "another process writes", 0).__enter__()
     else:
-        with locked(tmp_path / ".lock", "another process writes", 0):
+        with locked(tmp_path, "run", "another process writes", 0):
             pass
     assert ("cannot be locked" in capsys.readouterr().out) != refused
 
@@ -128,6 +128,23 @@ def test_results_that_several_processes_write_at_once_are_all_kept(tmp_path: Pat
     assert sorted((each["seed"], each["steps"]) for each in results) == [(i, j) for i in range(6) for j in range(5)]
 
 
+@pytest.mark.parametrize("mine", ['{"name": "an app", "icons": []}', "{}", "text"])
+def test_a_manifest_of_another_program_is_a_file_of_the_users(tmp_path: Path, mine: str) -> None:
+    (tmp_path / "manifest.json").write_text(mine)
+    claim(tmp_path, ["grid.png"])
+    with pytest.raises(UsageError, match=r"manifest\.json would be overwritten, and this project did not write it"):
+        claim(tmp_path, ["manifest.json"])
+    assert (tmp_path / "manifest.json").read_text() == mine
+
+
+@pytest.mark.parametrize("name", [".plot.png", "..plot", "...", "a b.png", "ä.png", "a\nb.png"])
+def test_any_name_of_a_file_can_be_claimed(tmp_path: Path, name: str) -> None:
+    write_output(tmp_path / name, "1")
+    write_output(tmp_path / name, "2")
+    assert (tmp_path / name).read_text() == "2"
+    assert claimed_names(tmp_path) == {name}
+
+
 PROCESSES, NAMES = 4, 25
 
 
@@ -138,7 +155,7 @@ def claim_some(folder: Path, number: int, barrier: Any) -> None:
 
 
 def test_programs_at_once_lose_no_name(tmp_path: Path) -> None:
-    """Names that several programs add at the same moment are all in the record at the end."""
+    """Names that several programs add at the same moment are all in the manifest at the end."""
     barrier = FORK.Barrier(PROCESSES)
     processes = [FORK.Process(target=claim_some, args=(tmp_path, number, barrier)) for number in range(PROCESSES)]
     for process in processes:
@@ -146,6 +163,6 @@ def test_programs_at_once_lose_no_name(tmp_path: Path) -> None:
     for process in processes:
         process.join()
         assert process.exitcode == 0
-    names = json.loads((tmp_path / RECORD).read_text())["files"]
+    names = claimed_names(tmp_path)
     assert sorted(names) == sorted(f"{number}-{index}.png" for number in range(PROCESSES) for index in range(NAMES))
-    assert {path.name for path in tmp_path.iterdir()} == {RECORD, LOCK}
+    assert {path.name for path in tmp_path.iterdir()} == {OUTPUTS_MANIFEST, ".manifest.lock"}

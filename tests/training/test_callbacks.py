@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,22 @@ from rectified_flow.evaluation import evaluator
 from rectified_flow.evaluation.features import average_colours
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.system.artifact import OUTPUTS_MANIFEST, claimed_names
 from rectified_flow.system.signals import Interrupted
 from rectified_flow.training.evaluations import Callback
 from rectified_flow.training.trainer import Trainer
 from tests.ranks import run_on_ranks
-from tests.training.runs import RECTIFIED, Tiny, build_trainer, tiny_config, tiny_dataset
+from tests.training.runs import RECTIFIED, Tiny, build_trainer, tiny_config, tiny_dataset, train
 
 Event = tuple[str, int]
+
+
+class Remover(Callback):
+    """Removes the manifest of the run's folder after the first step."""
+
+    def on_step(self, trainer: Trainer) -> None:
+        if trainer.state.step == 1:
+            (trainer.config.output_dir / OUTPUTS_MANIFEST).unlink()
 
 
 class Recorder(Callback):
@@ -154,3 +164,18 @@ def test_a_stop_on_one_rank_leaves_no_other_waiting(tmp_path: Path) -> None:
 def test_a_full_disk_does_not_stop_the_run(tmp_path: Path) -> None:
     run_on_ranks(1, run, str(tmp_path / "run"), str(tmp_path / "cache"), 10, None, 4)
     assert [row["step"] for row in rows(tmp_path / "run")] == [0, 8, 10]
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_run_whose_manifest_is_removed_while_it_trains_goes_on(tmp_path: Path, killed: bool) -> None:
+    """The next checkpoint writes the manifest again; a run that was killed before is proven by its checkpoint."""
+    config = tiny_config(tmp_path / "run", train_num_steps=4, save_every=2, sample_every=2, num_samples=1)
+    dataset = tiny_dataset(tmp_path)
+    run_on_ranks(1, partial(train, callbacks=[Remover()]), config, dataset)
+    before = claimed_names(config.output_dir)
+    assert {"config.json", "status.json", "metrics.jsonl", "bad_steps.jsonl", "loss.png", "samples"} <= before
+    if killed:
+        (config.output_dir / OUTPUTS_MANIFEST).unlink()
+    [ended] = run_on_ranks(1, train, replace(config, train_num_steps=6), dataset)
+    assert ended["step"] == 6
+    assert claimed_names(config.output_dir) >= before

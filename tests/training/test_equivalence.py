@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
-from rectified_flow.system.outputs import LOCK, RECORD
+from rectified_flow.system.artifact import OUTPUTS_MANIFEST
 from tests.ranks import run_on_ranks
 from tests.training.runs import (
     RECTIFIED,
@@ -124,12 +124,13 @@ def test_a_run_leaves_its_files(runs: Runs) -> None:
     output_dir = runs.straight(2)
     left = {str(path.relative_to(output_dir)) for path in output_dir.rglob("*") if path.is_file()}
     tensors = ["model.safetensors", "ema.safetensors", "optimizer.safetensors"]
-    expected = {"config.json", "metrics.jsonl", "loss.png", "status.json", ".lock"}
-    expected |= {f"{place}{name}" for place in ("", "checkpoints/", "samples/") for name in (RECORD, LOCK)}
+    expected = {"config.json", "metrics.jsonl", "loss.png", "status.json", ".run.lock"}
+    hidden = (OUTPUTS_MANIFEST, ".manifest.lock")
+    expected |= {f"{place}{name}" for place in ("", "checkpoints/", "samples/") for name in hidden}
     for step in ("step_00000010", "step_00000020"):
         expected |= {f"samples/{step}.png"}
         expected |= {f"checkpoints/{step}/{name}" for name in tensors}
-        expected |= {f"checkpoints/{step}/{name}.json" for name in ("config", "flow", "trainer", "manifest")}
+        expected |= {f"checkpoints/{step}/{name}.json" for name in ("config", "flow", "trainer", "outputs", "manifest")}
     assert left == expected
 
 
