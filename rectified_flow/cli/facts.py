@@ -223,10 +223,12 @@ def network_of_origin(
     init: InitConfig, data: DataConfig, distilled: DistillationData | None, fixed: frozenset[str]
 ) -> tuple[dict[str, Any], str]:
     """Return the network of the run of ``--init_from``, and the origin of the network if it is known. Collective."""
+    origin = init.origin(data.starter)
+    if distilled is not None:
+        return {}, "the network of the teacher"
     if "network" in fixed:
         return {}, "set by flags"
-    origin = init.origin(data.starter)
-    if origin is None or init.init_from == STARTER or distilled is not None:
+    if origin is None or init.init_from == STARTER:
         return {}, ""
     source = on_main(PartialState(), lambda: checkpoint.resolve(origin, [checkpoint.CONFIG_FILE]))
     known, ours = recorded_flags(source), values_of(NetworkConfig())
