@@ -55,6 +55,15 @@ ARMS: Mapping[Arm, Mapping[str, float]] = {
 """Shares of the sources in each arm."""
 NETWORK: Mapping[str, Any] = {"dim": 48, "dim_mults": (1, 2), "attention_sides": (8,), "blocks_per_level": 1}
 """The network of the present starter."""
+FLAGS: Mapping[str, Any] = {
+    "network": ["Unet", "blocks_per_level=1", "attention_sides=[8]"],
+    "dim": NETWORK["dim"],
+    "dim_mults": list(NETWORK["dim_mults"]),
+    "dropout": 0.0,
+    "prediction": "velocity",
+    "autoencoder": ["small"],
+}
+"""The flags of the same network, which scripts/make_starter.py and ``--init_from`` read from the run."""
 BATCH, RATE, AVERAGED, WARMUP = 32, 2e-3, 0.05, 50
 """Images of a step, peak learning rate, length of the average and of the warm-up, the latter as a divisor of steps."""
 SAVE_EVERY = 200
@@ -184,7 +193,7 @@ def train(flags: Flags) -> None:
         num_workers=0,
         seed=flags.seed,
     )
-    trainer = Trainer(flow, data, config, callbacks=[Progress(flags)])
+    trainer = Trainer(flow, data, config, callbacks=[Progress(flags)], flags=FLAGS)
     if not trainer.train():
         raise SystemExit(f"{flags.folder} was asked to stop, and is saved")
 

@@ -2,6 +2,7 @@
 
 import json
 import struct
+import sys
 import time
 import zlib
 from pathlib import Path
@@ -11,8 +12,10 @@ import pytest
 import torch
 from numpy.random import default_rng
 from PIL import Image
+from safetensors.torch import load_file
 
 from rectified_flow import Small, Trainer
+from scripts import make_starter
 from studies import starter, starter_data
 from studies.autoencoder_data import gradient
 from studies.starter_data import Plan, build, cut, is_held_out, write_table
@@ -193,3 +196,7 @@ def test_an_arm_waits_resumes_and_is_measured(state: Path, monkeypatch: pytest.M
     figures = json.loads((flags.folder / "figures.json").read_text())
     assert set(figures) == {"first", "second"}
     assert figures["first"] > 0.5
+
+    monkeypatch.setattr(sys, "argv", ["make_starter.py", str(flags.folder / "run"), "--folder", str(state / "made")])
+    make_starter.main()
+    assert load_file(state / "made/step_00000006/model.safetensors")["conv_in.weight"].dtype == torch.float16
