@@ -4,16 +4,18 @@
 
 Each source becomes ``data/NAME.npy``, crops of 256 px (of 128 px for renders), and ``data/NAME-latents.npy``, the
 latents of views of 128 px of these crops. ``data/NAME.json`` is written last, and a source that has it is not built
-again. Crops of one picture in sixteen are for figures only; they are the last rows of each file.
+again; if only the crops are there, the latents are made. Crops of one picture in sixteen are for figures only; they
+are the last rows of each file.
 """
 
 import csv
 import json
 import math
 import os
+import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,19 +59,19 @@ class Plan:
 
 
 PLANS = {
-    "openclipart": Plan("drawing", 2, 2),
-    "emoji": Plan("emoji", 1, 8),
-    "drawn": Plan("drawing", 1, 3),
-    "plasma": Plan("drawing", 80, 2),
-    "gnome": Plan("drawing", 60, 2),
-    "mate": Plan("drawing", 60, 2),
-    "land": Plan("photograph", 24, 6),
+    "openclipart": Plan("drawing", 1, 2),
+    "emoji": Plan("emoji", 1, 4),
+    "drawn": Plan("drawing", 1, 2),
+    "plasma": Plan("drawing", 60, 1),
+    "gnome": Plan("drawing", 40, 1),
+    "mate": Plan("drawing", 60, 1),
+    "land": Plan("photograph", 24, 3),
     "things": Plan("photograph", 8, 6),
-    "words": Plan("drawing", 4, 3, over_photographs=0.3),
-    "ukui": Plan("drawing", 60, 2),
-    "composed": Plan("drawing", 1, 2, over_photographs=0.7),
-    "sprites": Plan("render", 4, 2, over_photographs=0.5),
-    "renders": Plan("render", 2, 2, over_photographs=0.5, side=VIEW),
+    "words": Plan("drawing", 4, 2, over_photographs=0.3),
+    "ukui": Plan("drawing", 40, 1),
+    "composed": Plan("drawing", 1, 1, over_photographs=0.7),
+    "sprites": Plan("render", 4, 1, over_photographs=0.5),
+    "renders": Plan("render", 2, 1, over_photographs=0.5, side=VIEW),
 }
 """The sources. ``composed`` has the drawings of ``openclipart``, mostly over photographs."""
 
@@ -87,7 +89,7 @@ class Flags:
     only: tuple[str, ...] = tuple(name for name in PLANS if name != "renders")
     """Sources to build."""
     table: Path | None = None
-    """File for the table of the sources that are built, such as studies/starter_sources.csv."""
+    """File for a table of the sources with their authors and licences."""
 
 
 def cut(image: Image.Image, side: int, rng: Generator) -> Image.Image:
@@ -152,8 +154,20 @@ def views_of(crop: Crop, count: int, rng: Generator) -> Iterator[Crop]:
         yield view[:, :: rng.choice((1, -1))]
 
 
-def build_crops(folder: Path, name: str, pictures: list[Picture]) -> int:
-    """Write the crops of a source, those for figures last; return the number of crops for training."""
+def write(file: Path, document: Any) -> None:
+    """Write a document as a whole."""
+    file.with_suffix(".new").write_text(json.dumps(document, indent=1))
+    os.replace(file.with_suffix(".new"), file)
+
+
+def wait_while_paused(state: Path) -> None:
+    """Wait until there is no file PAUSE in a folder."""
+    while (state / "PAUSE").exists():
+        time.sleep(2)
+
+
+def build_crops(folder: Path, name: str, pictures: list[Picture]) -> None:
+    """Write the crops of a source, those for figures last, and then the number of crops for training."""
     plan = PLANS[name]
     grounds = None
     if plan.over_photographs:
@@ -164,6 +178,7 @@ def build_crops(folder: Path, name: str, pictures: list[Picture]) -> int:
     row = training = 0
     for held_out in (False, True):
         for picture in pictures:
+            wait_while_paused(folder.parent)
             if is_held_out(picture) == held_out:
                 for crop in crops_of(picture, plan, grounds):
                     crops[row] = crop
@@ -172,7 +187,7 @@ def build_crops(folder: Path, name: str, pictures: list[Picture]) -> int:
     crops.flush()
     shorten(new, row)
     os.replace(new, folder / f"{name}.npy")
-    return training
+    write(folder / f"{name}-crops.json", training)
 
 
 def shorten(file: Path, rows: int) -> None:
@@ -193,6 +208,7 @@ def build_latents(folder: Path, name: str) -> None:
     rng = default_rng(zlib.crc32(name.encode()))
     step = max(1, ENCODED_AT_ONCE // plan.views)
     for first in range(0, len(crops), step):
+        wait_while_paused(folder.parent)
         views = np.stack([view for crop in crops[first : first + step] for view in views_of(crop, plan.views, rng)])
         encoded, _ = autoencoder.encode(torch.from_numpy(views).permute(0, 3, 1, 2).float() / 127.5 - 1)
         latents[first * plan.views : first * plan.views + len(views)] = encoded.numpy()
@@ -206,29 +222,32 @@ def build(folder: Path, name: str, list_pictures: Callable[[], list[Picture]]) -
         return
     folder.mkdir(parents=True, exist_ok=True)
     pictures = list_pictures()
-    training = build_crops(folder, name, pictures)
+    if not (folder / f"{name}-crops.json").exists():
+        build_crops(folder, name, pictures)
+    training = json.loads((folder / f"{name}-crops.json").read_text())
     build_latents(folder, name)
     plan = PLANS[name]
-    terms = Counter((each.licence, each.authors) for each in pictures)
-    rows = [
-        {"licence": licence, "authors": authors, "pictures": number} for (licence, authors), number in terms.items()
-    ]
-    about: dict[str, Any] = {"kind": plan.kind, "training": training, "views": plan.views, "terms": rows}
-    (folder / f"{name}.json.new").write_text(json.dumps(about, indent=1))
-    os.replace(folder / f"{name}.json.new", folder / f"{name}.json")
+    about: dict[str, Any] = {"kind": plan.kind, "training": training, "views": plan.views, "terms": terms_of(pictures)}
+    write(folder / f"{name}.json", about)
     print(name, len(pictures), "pictures,", training, "crops for training", flush=True)
 
 
-def write_table(folder: Path, file: Path) -> None:
-    """Write a table of all sources, with the authors and the licence of the pictures."""
+def terms_of(pictures: list[Picture]) -> list[dict[str, Any]]:
+    """Return the licences and authors of pictures, with the number of pictures of each."""
+    terms = Counter((each.licence, each.authors) for each in pictures)
+    return [
+        {"licence": licence, "authors": authors, "pictures": number} for (licence, authors), number in terms.items()
+    ]
+
+
+def write_table(sources: Mapping[str, Callable[[], list[Picture]]], file: Path) -> None:
+    """Write a table of the sources, with the authors and the licences of their pictures."""
     with file.open("w", newline="") as opened:
-        table = csv.writer(opened)
-        table.writerow(["source", "kind", "licence", "pictures", "authors"])
-        for name in PLANS:
-            if (folder / f"{name}.json").exists():
-                about = json.loads((folder / f"{name}.json").read_text())
-                for row in about["terms"]:
-                    table.writerow([name, about["kind"], row["licence"], row["pictures"], row["authors"]])
+        table = csv.DictWriter(opened, ["source", "kind", "licence", "pictures", "authors"], lineterminator="\n")
+        table.writeheader()
+        for name, list_pictures in sources.items():
+            for row in terms_of(list_pictures()):
+                table.writerow({"source": name, "kind": PLANS[name].kind, **row})
 
 
 def main() -> None:
@@ -239,8 +258,8 @@ def main() -> None:
     sources["composed"] = sources["openclipart"]
     for name in flags.only:
         build(flags.state / "data", name, sources[name])
-    if flags.table:
-        write_table(flags.state / "data", flags.table)
+    if flags.table is not None:
+        write_table({name: sources[name] for name in PLANS if name not in ("composed", "renders")}, flags.table)
 
 
 if __name__ == "__main__":

@@ -84,10 +84,15 @@ def read_terms(copyright_file: Path) -> list[Terms]:
             fields[name] = f"{fields.get(name, '')}\n{text.strip()}".strip()
         if "Files" in fields:
             patterns = [without_format(each) for each in fields["Files"].split()]
-            people = "; ".join(fields["Copyright"].splitlines())
+            people = without_addresses("; ".join(fields["Copyright"].splitlines()))
             licence = fields["License"].splitlines()[0]
             found.append(Terms(re.compile("|".join(map(translate, patterns))), people, licence, block))
     return found
+
+
+def without_addresses(authors: str) -> str:
+    """Return names of authors without their e-mail addresses, unless there is nothing else."""
+    return re.sub(r"\s*[<(]\S+@\S+[>)]", "", authors) or authors
 
 
 def without_format(name: str) -> str:

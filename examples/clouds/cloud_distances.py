@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from digits import DIGITS, Digits
+from digits import DIGITS, UPWARDS, Digits
 from point_clouds import shares
 from rectified_flow import Measurement, RunError, Trainer, randomness
 from rectified_flow.flows.couplings import optimal_pairs
@@ -20,6 +20,8 @@ from rectified_flow.system.signals import raise_if_stop_requested
 from riemannian import RiemannianFlow
 
 KINDS = ("wasserstein", "chamfer")
+CELL = 0.36
+"""Half the side of a digit in a picture, where a cell has the side 1."""
 
 
 class Distances(Measurement):
@@ -161,17 +163,17 @@ def draw_clouds(path: Path, digits: Digits, real: dict[str, Tensor], clouds: Ten
     """Draw two real clouds of each digit above two generated ones, unwrapped from the geometry."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 4.2), layout="constrained")
-    axes = figure.subplots(4, DIGITS, squeeze=False, subplot_kw={"aspect": "equal"})
-    for column in range(DIGITS):
-        rows = (real["labels"] == column).nonzero().flatten()[:2].tolist()
-        for line, (colour, points) in enumerate((("tab:blue", real["clouds"]), ("tab:orange", clouds))):
-            for number, row in enumerate(rows):
-                flat = digits.unwrap(points[row][real["weights"][row] > 0])
-                axes[line * len(rows) + number, column].scatter(flat[:, 0], flat[:, 1], s=3, c=colour)
-    for each in axes.flat:
-        each.set(xlim=(-1.4, 1.4), ylim=(-1.4, 1.4), xticks=[], yticks=[])
-    figure.suptitle("held-out clouds (blue) and generated ones (orange)")
+    figure = Figure(figsize=(10, 4.2))
+    axes = figure.add_axes((0.0, 0.0, 1.0, 1.0), aspect="equal", xlim=(0, DIGITS), ylim=(4.2, 0))
+    axes.axis("off")
+    for line, (colour, points) in enumerate((("tab:blue", real["clouds"]), ("tab:orange", clouds))):
+        places = []
+        for digit in range(DIGITS):
+            for number, row in enumerate((real["labels"] == digit).nonzero().flatten()[:2].tolist()):
+                centre = torch.tensor([digit + 0.5, 2.1 * line + number + 0.5])
+                places.append(centre + CELL * UPWARDS * digits.unwrap(points[row][real["weights"][row] > 0]))
+        across, down = torch.cat(places).T.numpy()
+        axes.scatter(across, down, s=4, c=colour, linewidths=0)
     content = BytesIO()
     figure.savefig(content, format="png", dpi=100)
     write_output(path, content.getvalue())

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from conditions import Vector
 from geometry import Euclidean, FlatTorus, Geometry, Sphere
@@ -38,8 +39,10 @@ class Digits:
         self.geometry, self.extent, self.missing = GEOMETRIES[name], EXTENT[name], missing
         pictures, labels = load_digits(return_X_y=True)
         self.pictures, self.labels = torch.tensor(pictures), torch.tensor(labels)
-        self.clouds = [self.wrap(self._scatter(number, points)) for number in range(len(self.labels))]
-        self.moments = torch.stack([self.moments_of(cloud, cloud.new_ones(len(cloud))) for cloud in self.clouds])
+        flat = [self._scatter(number, points) for number in range(len(self.labels))]
+        padded, sizes = self.wrap(pad_sequence(flat, batch_first=True)), torch.tensor([len(each) for each in flat])
+        self.moments = self.moments_of(padded, (torch.arange(padded.shape[1]) < sizes[:, None]).float())
+        self.clouds = [cloud[:size] for cloud, size in zip(padded, sizes.tolist(), strict=True)]
         self.kinds: dict[str, Condition] = {"labels": Labels(DIGITS), "moments": Vector.of(self.moments)}
 
     def _scatter(self, number: int, points: int) -> Tensor:

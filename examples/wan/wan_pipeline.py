@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
 
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.system.machine import free_memory
@@ -70,10 +69,12 @@ class Wan:
         """The pipeline without text encoder and transformers: it takes embeddings of captions."""
         return self.load_pipeline(with_text=False)
 
-    @property
+    @cached_property
     def vae(self) -> Any:
         """The autoencoder of clips, float32."""
-        return self.pipeline.vae
+        from diffusers import AutoencoderKLWan
+
+        return self._load(AutoencoderKLWan, "vae", torch.float32)
 
     def load_pipeline(self, *, with_text: bool) -> Any:
         """Load the pipeline without transformers; with a first frame, the one from image to video."""
@@ -82,17 +83,14 @@ class Wan:
         kind = diffusers.WanPipeline if self.first_frame == "none" else diffusers.WanImageToVideoPipeline
         absent = ["transformer", "transformer_2"] + ["tokenizer", "text_encoder"] * (not with_text)
         absent += ["image_encoder", "image_processor"] * (self.first_frame != "none")
-        parts: dict[str, Any] = dict.fromkeys(absent)
-        if with_text:
-            parts |= {"vae": self.vae, "scheduler": self.pipeline.scheduler}
-        types = {"default": self.dtype, "vae": torch.float32}
+        parts: dict[str, Any] = dict.fromkeys(absent) | {"vae": self.vae}
         try:
-            pipeline: Any = kind.from_pretrained(self.config.model, use_safetensors=True, torch_dtype=types, **parts)
+            how = {"use_safetensors": True, "torch_dtype": self.dtype}
+            pipeline: Any = kind.from_pretrained(self.config.model, **how, **parts)
         except (OSError, ValueError, AttributeError, SafetensorError) as error:
             raise UsageError(f"{self.name} cannot be loaded ({first_line(error)}): pass another --model") from error
-        for part in pipeline.components.values():
-            if isinstance(part, nn.Module):
-                part.eval().requires_grad_(False)
+        if with_text:
+            pipeline.text_encoder.eval().requires_grad_(False)
         pipeline.set_progress_bar_config(disable=True)
         return pipeline.to(self.device)
 
@@ -100,12 +98,7 @@ class Wan:
         """Load a transformer, frozen. It keeps some of its weights in float32 whatever the type."""
         from diffusers import WanTransformer3DModel
 
-        try:
-            how: dict[str, Any] = {"subfolder": part, "torch_dtype": dtype, "use_safetensors": True}
-            network: Any = WanTransformer3DModel.from_pretrained(self.config.model, **how)
-        except (OSError, ValueError, SafetensorError) as error:
-            raise UsageError(f"the {part} of {self.name} cannot be loaded ({first_line(error)})") from error
-        return network.eval().requires_grad_(False).to(self.device)
+        return self._load(WanTransformer3DModel, part, dtype)
 
     @cached_property
     def space(self) -> ClipLatents:
@@ -185,11 +178,9 @@ class Wan:
 
     def _first_frame(self) -> FirstFrame:
         """Return how the model takes the first frame."""
-        from diffusers import AutoencoderKLWan
-
-        vae = dict(AutoencoderKLWan.load_config(self.config.model, subfolder="vae"))
-        latents, more = vae["z_dim"], self.settings["in_channels"] - vae["z_dim"]
-        if more == latents + vae["scale_factor_temporal"]:
+        latents = self.vae.config.z_dim
+        more = self.settings["in_channels"] - latents
+        if more == latents + self.vae.config.scale_factor_temporal:
             return "channels"
         if more != 0:
             raise UsageError(
@@ -199,3 +190,13 @@ class Wan:
             needed = "needs an image-to-video model, or a model with a time for each token, such as Wan2.2-TI2V-5B"
             raise UsageError(f"--first_frame {needed}: pass another --model")
         return "tokens" if self.config.first_frame else "none"
+
+    def _load(self, kind: Any, part: str, dtype: torch.dtype) -> Any:
+        """Load a network of the pipeline, frozen, to the device."""
+        try:
+            how = {"subfolder": part, "torch_dtype": dtype, "use_safetensors": True}
+            network = kind.from_pretrained(self.config.model, **how)
+        except (OSError, ValueError, SafetensorError) as error:
+            reason = f"the {part} of {self.name} cannot be loaded ({first_line(error)})"
+            raise UsageError(f"{reason}: pass another --model") from error
+        return network.eval().requires_grad_(False).to(self.device)

@@ -1,6 +1,9 @@
 """Tests of the data of the starter: licences, resource files, crops and their latents."""
 
+import json
 import struct
+import sys
+import time
 import zlib
 from pathlib import Path
 
@@ -9,9 +12,11 @@ import pytest
 import torch
 from numpy.random import default_rng
 from PIL import Image
+from safetensors.torch import load_file
 
-from rectified_flow import Small
-from studies import starter_data
+from rectified_flow import Small, Trainer
+from scripts import make_starter
+from studies import starter, starter_data
 from studies.autoencoder_data import gradient
 from studies.starter_data import Plan, build, cut, is_held_out, write_table
 from studies.starter_renders import FACTORIES, factory_of
@@ -25,7 +30,7 @@ License: GPL-3+
 
 Files: images/land/*
        images/sea/*.svg
-Copyright: 2001 Berta
+Copyright: 2001 Berta <berta@example.org>
            2002 Carl
 License: public-domain
  They gave it away.
@@ -117,7 +122,7 @@ def test_sources_are_built_once_with_held_out_pictures_last(tmp_path: Path, monk
     assert np.max(errors) < 0.1
     assert len(np.load(tmp_path / "data/words.npy")) == 1  # the tiny one is left out
 
-    write_table(tmp_path / "data", tmp_path / "table.csv")
+    write_table({"land": lambda: land, "words": lambda: words}, tmp_path / "table.csv")
     assert (tmp_path / "table.csv").read_text().splitlines()[1:] == [
         "land,photograph,CC0-1.0,6,author 0",
         "land,photograph,CC0-1.0,6,author 1",
@@ -130,3 +135,68 @@ def test_each_round_of_renders_has_every_object_once() -> None:
     first, second = ([factory_of(number) for number in range(start, start + count)] for start in (0, count))
     assert sorted(first) == sorted(second) == sorted(FACTORIES)
     assert first != second
+
+
+@pytest.fixture
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with two sources of latents, the second of which is constant."""
+    (tmp_path / "data").mkdir()
+    for name, latents in (("first", default_rng(0).normal(size=(40, 8, 16, 16))), ("second", np.ones((10, 8, 16, 16)))):
+        np.save(tmp_path / f"data/{name}-latents.npy", latents.astype(np.float16))
+        (tmp_path / f"data/{name}.json").write_text(json.dumps({"training": len(latents) // 2 - 1, "views": 2}))
+    monkeypatch.setattr(starter, "ARMS", {"a": {"first": 1.0}, "b": {"first": 0.75, "second": 0.25}})
+    monkeypatch.setattr(
+        starter, "NETWORK", {"dim": 8, "dim_mults": (1, 2), "attention_sides": (), "blocks_per_level": 1}
+    )
+    monkeypatch.setattr(starter, "SAVE_EVERY", 2)
+    return tmp_path
+
+
+def test_a_mixture_has_the_shares_of_its_sources(state: Path) -> None:
+    data = starter.Mixture(state / "data", starter.ARMS["b"])
+    second = [bool((data[index]["latents"] == 1).all()) for index in range(len(data))]
+    assert len(data) == 51  # 38 of the first, and a third as many of the second
+    assert sum(second) == 13
+    assert {row for name, row in data.rows if name == "first"} == set(range(38))  # without those that are held out
+
+
+def test_an_arm_waits_resumes_and_is_measured(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = starter.Flags(state, "b", images=32 * 6)
+
+    naps = list[float]()
+
+    def nap(seconds: float) -> None:
+        naps.append(seconds)
+        (state / "PAUSE").unlink()
+
+    (state / "PAUSE").touch()
+    monkeypatch.setattr(time, "sleep", nap)
+    with monkeypatch.context() as patch:
+        original = starter.Progress.on_step
+
+        def on_step(self: starter.Progress, trainer: Trainer) -> None:
+            original(self, trainer)
+            if trainer.state.step == 3:
+                raise KeyboardInterrupt
+
+        patch.setattr(starter.Progress, "on_step", on_step)
+        with pytest.raises(KeyboardInterrupt):
+            starter.train(flags)
+    progress = state / "arms/b-192/progress.json"
+    first = json.loads(progress.read_text())
+    assert naps == [2]
+    assert first["step"] == 2
+    assert 0 < first["seconds"] < 1000
+    progress.write_text(json.dumps({**first, "seconds": 1000.0}))
+    starter.train(flags)
+    second = json.loads(progress.read_text())
+    assert (second["step"], second["images"]) == (6, 192)
+    assert second["seconds"] > 1000  # the time before the kill counts
+    starter.measure(flags)
+    figures = json.loads((flags.folder / "figures.json").read_text())
+    assert set(figures) == {"first", "second"}
+    assert figures["first"] > 0.5
+
+    monkeypatch.setattr(sys, "argv", ["make_starter.py", str(flags.folder / "run"), "--folder", str(state / "made")])
+    make_starter.main()
+    assert load_file(state / "made/step_00000006/model.safetensors")["conv_in.weight"].dtype == torch.float16

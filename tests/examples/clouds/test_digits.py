@@ -2,6 +2,7 @@
 
 import os
 import signal
+from functools import cache
 
 import ot
 import pytest
@@ -14,9 +15,14 @@ from point_clouds import Points
 from rectified_flow.system.signals import Interrupted, defer_signals, stop_on_signals
 
 
+@cache
+def digits_of(name: str) -> Digits:
+    return Digits(name, 12)
+
+
 @pytest.mark.parametrize("name", list(GEOMETRIES))
 def test_digits_are_wrapped_and_come_back(name: str) -> None:
-    digits = Digits(name, 12)
+    digits = digits_of(name)
     for cloud in digits.clouds[:20]:
         assert Points(digits.geometry).problem_with(cloud) is None
         assert 6 <= len(cloud) <= 12
@@ -37,7 +43,7 @@ def test_rasters_are_the_pictures_again() -> None:
 
 @pytest.mark.parametrize("name", list(GEOMETRIES))
 def test_moments_by_hand(name: str) -> None:
-    digits = Digits(name, 4)
+    digits = digits_of(name)
     flat = torch.tensor([[[-0.3, -0.4], [0.3, 0.4], [0.1, 0.1]]])
     weights = torch.tensor([[1.0, 1.0, 0.0]])
     assert torch.allclose(digits.moments_of(digits.wrap(flat), weights), torch.tensor([[0.3, 0.4, 1.0]]), atol=1e-5)
@@ -67,7 +73,7 @@ def test_distances_by_hand() -> None:
 
 def test_a_stop_is_heeded_within_a_measurement() -> None:
     """The distances of all pairs of hundreds of clouds take a minute."""
-    distances = Distances(Digits("plane", 8), 10, every=1)
+    distances = Distances(digits_of("plane"), 10, every=1)
     with stop_on_signals(), defer_signals():
         os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(Interrupted):

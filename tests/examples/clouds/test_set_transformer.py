@@ -37,6 +37,8 @@ def test_absent_points_change_no_bit_of_the_output(value: float) -> None:
     moved = x.clone()
     moved[:, 4] = value
     assert torch.equal(f(moved, **given)[:, :4], f(x, **given)[:, :4])
+    without = given | {"weights": given["weights"][:, :4]}
+    assert torch.allclose(f(x[:, :4], **without), f(x, **given)[:, :4], atol=1e-5), "nothing attends to them"
 
 
 def test_two_halves_are_one_point() -> None:

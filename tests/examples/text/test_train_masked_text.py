@@ -121,7 +121,7 @@ def test_it_finds_more_than_the_most_frequent_token(text: Path, tmp_path: Path) 
 @pytest.mark.parametrize("line", ["sun sun sun", "[MASK] [PAD] [UNK]"])
 def test_a_text_without_words_to_predict_is_a_sentence(line: str, tmp_path: Path) -> None:
     (tmp_path / "lines.txt").write_text(f"{line}\n" * 60)
-    words = f"--text {tmp_path}/lines.txt --output_dir {tmp_path}/run"
+    words = f"--text {tmp_path}/lines.txt --output_dir {tmp_path}/run --train_num_steps 1"
     with pytest.raises(UsageError, match=r"3 lines have fewer than two different known words"):
         train(words)
 

@@ -220,6 +220,7 @@ def test_bad_input(models: dict[Kind, Path], clips: Path, tmp_path: Path) -> Non
     for name in ("vace", "partless", "vision"):
         shutil.copytree(models["text"], tmp_path / name)
     shutil.rmtree(tmp_path / "partless/transformer")
+    shutil.rmtree(shutil.copytree(models["text"], tmp_path / "blind") / "vae")
     for name, before, after in (
         ("vace", '"WanTransformer3DModel"', '"WanVACETransformer3DModel"'),
         ("vision", '"image_dim": null', '"image_dim": 8'),
@@ -238,6 +239,7 @@ def test_bad_input(models: dict[Kind, Path], clips: Path, tmp_path: Path) -> Non
         f"{two} --dataset_path {clips}": "has two experts: pass --expert high or --expert low",
         f"{text} --dataset_path {clips} --model {tmp_path}/empty": "cannot be loaded",
         f"{text} --dataset_path {clips} --model {tmp_path}/partless": "has no transformer",
+        f"{text} --dataset_path {clips} --model {tmp_path}/blind": "the vae of --model",
         f"{text} --dataset_path {clips} --model {tmp_path}/vace": "is a WanVACETransformer3DModel",
         f"{text} --dataset_path {clips} --model {tmp_path}/vision": "image encoder, as Wan 2.1 does",
         f"{text} --dataset_path {clips} --output_dir {clips}/run": "lies inside --dataset_path",
