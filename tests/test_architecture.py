@@ -46,8 +46,8 @@ def room_of(module: str) -> str:
     return [*module.split("."), ""][1]
 
 
-IMPORTERS = {"__import__", "find_spec", "import_module", "resolve_name", "run_module", "run_path"}
-"""Functions that import a module by its name, as functions or methods."""
+IMPORTER = re.compile(r"^(exec|eval)$|\b(__import__|find_spec|import_module|resolve_name|run_module|run_path)$")
+"""A function that imports a module by its name, as it is called."""
 COMPUTED = {
     "rectified_flow": "the modules of the public names, which __init__.pyi lists",
     "rectified_flow.rooms": "the modules of ROOMS",
@@ -55,7 +55,7 @@ COMPUTED = {
     "rectified_flow.cli.programs": "the module of a program",
     "rectified_flow.system.pictures": "plugins of Pillow",
 }
-"""Modules that import by a name which is not written where they call one of :data:`IMPORTERS`."""
+"""Modules that import by a name which is not written where they call an :data:`IMPORTER`."""
 
 
 @cache
@@ -67,7 +67,8 @@ def imports_of(module: str) -> frozenset[str]:
 def imports_in(module: str, code: str, *, is_package: bool = False) -> frozenset[str]:
     """Return the modules of this package that the code of a module imports, also inside its functions.
 
-    A module that a string names counts as imported, since ``import_module`` and others take the names of modules.
+    A module that a string names counts as imported, since ``import_module`` and others take the names of modules. So
+    does the folder of a module, whose ``__init__.py`` runs first.
     """
     tree = ast.parse(code)
     silent = typing_only(tree) | documentation(tree)
@@ -85,7 +86,8 @@ def imports_in(module: str, code: str, *, is_package: bool = False) -> frozenset
         elif (text := text_of(node, constants)) is not None:
             names = re.findall(r"rectified_flow(?:\.\w+)+", text)
             found |= {known(name) for name in names} - {PACKAGE.name}  # as in @rectified_flow.register
-    return frozenset(found - {"", module})
+    folders = {name.rpartition(".")[0] for name in found} - {PACKAGE.name}  # the package itself imports nothing yet
+    return frozenset((found | folders) - {"", module})
 
 
 def known(name: str) -> str:
@@ -132,14 +134,9 @@ def text_of(node: ast.AST, constants: dict[str, str]) -> str | None:
 
 def calls_by_computed_names(code: str) -> list[str]:
     """Return the calls that import a module whose name is not written there, as code."""
-    calls = (node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call))
-    return [
-        ast.unparse(call)
-        for call in calls
-        if (name := ast.unparse(call.func)) in {"exec", "eval"}
-        or name.rpartition(".")[2] in IMPORTERS
-        and not (call.args and isinstance(call.args[0], ast.Constant))
-    ]
+    calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
+    computed = [call for call in calls if not (call.args and isinstance(call.args[0], ast.Constant))]
+    return [ast.unparse(call) for call in computed if IMPORTER.search(ast.unparse(call.func))]
 
 
 def closure_of(module: str) -> dict[str, str]:

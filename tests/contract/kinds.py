@@ -314,12 +314,12 @@ KINDS: dict[str, Kind] = {
         metrics="frechet mean_gap brightness",
         scores=("mean_gap", "brightness"),
     ),
-    "own format": guest(
-        "own_format",
+    "own format": Kind(
         f"--dataset squares {UNET}",
-        calls=("export",),
+        imports=("tests.extension.own_format", "tests.extension.own_pictures"),
         format="arrays compressed=true",
         exported="arrays.npz",
+        slow=("train", "resume", "sample", "evaluate", "one_step"),
     ),
     "own degradation": guest(
         "own_degradation",
