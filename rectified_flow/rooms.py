@@ -5,7 +5,7 @@ No other module imports these folders. The programs and the library work without
 
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
+from pathlib import Path
 
 ROOMS = ("rectified_flow.latents", "rectified_flow.measurements", "rectified_flow.text")
 
@@ -14,5 +14,6 @@ ROOMS = ("rectified_flow.latents", "rectified_flow.measurements", "rectified_flo
 def import_rooms() -> None:
     """Import the folders that exist, which register their classes."""
     for room in ROOMS:
-        if find_spec(room) is not None:
+        # find_spec would also find the folder of another copy of the package, if that one is installed as editable
+        if (Path(__file__).parent / room.rpartition(".")[2] / "__init__.py").exists():
             import_module(room)
