@@ -98,3 +98,12 @@ def validated(name: str, candidates: Sequence[Any], hint: Any) -> Any:
             return usable_path(name, value) if isinstance(value, Path) else value
     requirement = problem["msg"].partition(" should ")[2] or problem["msg"]
     raise UsageError(f"{name} is {str(problem['input'])[:LONGEST]}; it must {requirement}")
+
+
+def arguments_from(group: object, names: Sequence[str], target: Any) -> dict[str, Any]:
+    """Return those of the named flags that differ from their defaults, as arguments for ``target``."""
+    values = {name: getattr(group, name) for name in names}
+    given = {name: value for name, value in values.items() if value != getattr(type(group), name)}
+    for name in given.keys() - parameters_of(target).keys():
+        raise UsageError(f"--{name} has no effect: {target.__name__} has no argument {name}; leave it out")
+    return given

@@ -1,6 +1,6 @@
 """From flags to the parts of a run: the network, the flow, or a trained flow."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import signature
@@ -23,7 +23,7 @@ from rectified_flow.cli.data import choose_degradation
 from rectified_flow.condition import ConditionSpecs, Picture, chosen
 from rectified_flow.distributed import check_equal, join_processes, on_main
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import Flags, plain, refuse
+from rectified_flow.flags import plain, refuse
 from rectified_flow.flows.flow import SOURCE, Flow
 from rectified_flow.flows.flow_map import DistilledFlow
 from rectified_flow.flows.mean import MeanFlow
@@ -32,7 +32,7 @@ from rectified_flow.flows.solvers import Guidance
 from rectified_flow.flows.times import TimeDistribution
 from rectified_flow.load import Trained, read_trained
 from rectified_flow.networks.unet import Unet, to_device
-from rectified_flow.parts import Choice, choose, split_part
+from rectified_flow.parts import Choice, arguments_from, choose, split_part
 from rectified_flow.registry import parameters_of
 from rectified_flow.runs import checkpoint
 from rectified_flow.spaces.space import Space
@@ -190,7 +190,7 @@ def build_flow(values: TrainConfig, conditions: ConditionSpecs, space: Space) ->
 def choose_network(config: NetworkConfig) -> Choice:
     """Return the network of the flags."""
     choice = choose("network", nn.Module, config.network, but=Flow)  # flows are modules, too
-    given = _arguments(config, ("dim", "dim_mults", "dropout"), choice.target)
+    given = arguments_from(config, ("dim", "dim_mults", "dropout"), choice.target)
     own = {"dropout": config.dropout} if issubclass(choice.target, Unet) else {}  # by default, the class has none
     return replace(choice, arguments=own | given | dict(choice.arguments))
 
@@ -209,7 +209,7 @@ def choose_flow(flags: FlowConfig, method: Method, *, is_taught: bool = False) -
     target, known = choice.target, parameters_of(choice.target)
     arguments = dict(parts.arguments) if issubclass(target, parts.flow) else {}
     names = ("prediction", "coupling") if is_taught else ("prediction", "coupling", "guidance_scale")
-    arguments |= _arguments(flags, names, target)
+    arguments |= arguments_from(flags, names, target)
     if "time_distribution" not in known:
         refuse({"time_distribution": flags.time_distribution}, f"has no effect: {target.__name__} draws no times")
     elif flags.time_distribution or parts.times != "logit_normal":
@@ -219,12 +219,3 @@ def choose_flow(flags: FlowConfig, method: Method, *, is_taught: bool = False) -
         defaults = {key: value for key, value in parts.time_arguments.items() if key in parameters_of(times.target)}
         arguments["time_distribution"] = replace(times, arguments=defaults | dict(times.arguments)).build()
     return replace(choice, arguments=arguments | dict(choice.arguments))
-
-
-def _arguments(group: Flags, names: Sequence[str], target: Any) -> dict[str, Any]:
-    """Return those of the named flags that differ from their defaults, as arguments for ``target``."""
-    values = {name: getattr(group, name) for name in names}
-    given = {name: value for name, value in values.items() if value != getattr(type(group), name)}
-    for name in given.keys() - parameters_of(target).keys():
-        raise UsageError(f"--{name} has no effect: {target.__name__} has no argument {name}; leave it out")
-    return given
