@@ -27,7 +27,10 @@ from rectified_flow.networks.unet import Unet as Unet
 from rectified_flow.registry import register as register
 from rectified_flow.runs.config import TrainingConfig as TrainingConfig
 from rectified_flow.spaces.degradations import Degradation as Degradation
+from rectified_flow.spaces.medium import Medium as Medium
+from rectified_flow.spaces.pictures import Pictures as Pictures
 from rectified_flow.spaces.pixels import Pixels as Pixels
+from rectified_flow.spaces.space import DataFacts as DataFacts
 from rectified_flow.spaces.space import Space as Space
 from rectified_flow.training.evaluations import Callback as Callback
 from rectified_flow.training.evaluations import EvaluationHook as EvaluationHook

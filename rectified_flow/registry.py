@@ -127,7 +127,7 @@ def parameters_of(target: Callable[..., Any]) -> dict[str, inspect.Parameter]:
             hints = get_type_hints(function, include_extras=True)
         parameters = inspect.signature(function).parameters.values()
         for each in parameters:
-            if each.name != "self" and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD):
+            if each.name != "self" and each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY):
                 found.setdefault(each.name, each.replace(annotation=hints.get(each.name, Any)))
         if all(each.kind is not each.VAR_KEYWORD for each in parameters):
             break

@@ -26,7 +26,7 @@ from rectified_flow.load import Trained, read_trained
 from rectified_flow.networks.unet import Unet, to_device
 from rectified_flow.registry import parameters_of
 from rectified_flow.runs import checkpoint
-from rectified_flow.spaces.space import Space
+from rectified_flow.spaces.space import Space, variant_conditions
 
 CONDITION_DROPOUT = 0.1
 TIMES = {"logit_normal": "LogitNormal", "uniform": "Uniform", "u_shaped": "UShaped"}
@@ -74,12 +74,9 @@ def load_trained(model: ModelConfig, state: PartialState) -> Trained:
     source = on_main(state, lambda: checkpoint.resolve(model.checkpoint))
     check_equal(state, lambda: {f"the manifest of {source}": checkpoint.fingerprint(source)})
     trained = read_trained(source)
-    space = trained.flow.space
-    if model.autoencoder is not None:
-        space.use_autoencoder(model.autoencoder)
     if model.text_encoder is not None:
         _move_text_encoder(trained, model.text_encoder)
-    space.prepare(state.device)
+    trained.flow.space.medium.prepare(state.device, model.autoencoder)
     to_device(trained.flow, state.device, model.mixed_precision)
     return trained
 
@@ -149,7 +146,7 @@ def build_flow(config: TrainConfig, conditions: ConditionSpecs, space: Space | N
     if given.use_cfg and not conditions.keys() - columns:
         raise UsageError("--use_cfg needs labels: put the pictures of each class in a subfolder of its own")
     shape, source = space.shape or (), config.source
-    kinds = {**(conditions if given.use_cfg else columns), **space.conditions}
+    kinds = {**(conditions if given.use_cfg else columns), **variant_conditions(space)}
     if source.is_given and not source.as_start:
         kinds[SOURCE] = Picture(shape)
     module: Any = network.build(

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from accelerate import PartialState
@@ -24,7 +24,7 @@ from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.solvers import CALLS_PER_STEP, Guidance
 from rectified_flow.load import autocast, load_flow
 from rectified_flow.networks.unet import to_device
-from rectified_flow.registry import build, describe
+from rectified_flow.registry import build
 from rectified_flow.runs import checkpoint
 from rectified_flow.spaces.space import Space
 from rectified_flow.system.artifact import Artifact
@@ -58,10 +58,10 @@ class Recipe:
     source: str = ""  # the teacher's checkpoint
     precision: str = ""  # of the teacher's network
     pictures: str = ""  # fingerprint of the training pictures
-    space: dict[str, Any] = field(default_factory=dict)  # description of the teacher's space
     teacher: str = ""  # fingerprint of the teacher's checkpoint
     earlier: str = ""  # fingerprint of its early checkpoint; empty without autoguidance
-    flags: dict[str, Any] = field(default_factory=dict)  # only in recipes of commit c5b7768, like sha256
+    flags: dict[str, Any] = field(default_factory=dict)  # only in recipes of commit c5b7768, like those below
+    space: dict[str, Any] = field(default_factory=dict)
     sha256: str = ""
 
 
@@ -98,18 +98,19 @@ class DistillationData:
         doubled = sum(scale != 1 for scale in (self.recipe.guidance_scale, self.recipe.autoguidance))
         return self.recipe.steps * CALLS_PER_STEP[self.recipe.solver] * 2**doubled
 
+    def space_of_teacher(self) -> Space:
+        """Return the space of the teacher's flow."""
+        return cast(Space, build(checkpoint.load_document(self.teacher, checkpoint.FLOW_FILE)["space"]))
 
-def open_distilled(
-    distilled: DistillationData, pictures: ImageDataset, config: TrainConfig
-) -> tuple[StoreDataset, Space]:
-    """Return the data of a teacher and its space; all processes generate the data first if they are missing.
+
+def open_distilled(distilled: DistillationData, pictures: ImageDataset, config: TrainConfig) -> StoreDataset:
+    """Return the data of a teacher; all processes generate the data first if they are missing.
 
     Returns:
         A dataset whose items have data as the space stores them, and ``noise``, float16 of the shape of ``x``, or
         ``path``, float16 ``[points, ...]``: all points but the last, the noise first.
     """
     state, teacher, stored = PartialState(), distilled.teacher, on_main(PartialState(), lambda: recipe_of(distilled))
-    space: Space = build(stored.space if stored else checkpoint.load_document(teacher, checkpoint.FLOW_FILE)["space"])
     earlier = on_main(state, lambda: checkpoint.early_of(teacher)) if distilled.recipe.autoguidance != 1 else None
     recipe = replace(
         distilled.recipe,
@@ -117,7 +118,6 @@ def open_distilled(
         precision="bf16" if choose_precision(config.run, state.device) == "bf16" else "float32",
         pictures=pictures.fingerprint,
         solver=stored.solver if stored else distilled.recipe.solver,  # stored paths keep their solver; no flag sets it
-        space=describe(space),
         teacher=checkpoint.fingerprint(teacher),
         earlier="" if earlier is None else checkpoint.fingerprint(earlier),
     )
@@ -128,7 +128,7 @@ def open_distilled(
         if is_missing:
             generator = _Generator(recipe, earlier, distilled.kind, pictures, config.data)
             fill(store, generator.rows, generator.describe, doing="drawing", batch_size=BATCH_SIZE)
-    return StoreDataset(store.path, pictures.arguments), space
+    return StoreDataset(store.path, pictures.arguments)
 
 
 def recipe_of(distilled: DistillationData) -> Recipe | None:
@@ -196,7 +196,7 @@ class _Generator:
         rows = {space.key: space.to_stored(x)}
         rows |= {"path": torch.stack(path[:-1], dim=1)} if self.kind == "paths" else {"noise": path[0]}
         if self.teacher.takes_source and not self.teacher.from_source:
-            rows[SOURCE] = space.encode_source(given[SOURCE].to(self.device)).half()
+            rows[SOURCE] = space.source_space.encode(given[SOURCE].to(self.device)).half()
         for name, column in self.pictures.columns.items():
             rows[name] = given[name].half() if column.kind.is_text else given[name]
         return rows

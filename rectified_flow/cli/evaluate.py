@@ -22,7 +22,7 @@ from rectified_flow.evaluation.heldout import HeldOutPictures
 from rectified_flow.flags import flags_in, name_of, plain, replaced
 from rectified_flow.load import RESULTS_FILE, Trained, autocast, model_hash, read_results
 from rectified_flow.runs import checkpoint
-from rectified_flow.spaces.space import RGBA
+from rectified_flow.spaces.pictures import RGBA
 from rectified_flow.system.files import locked, prepare_folder, replace_file, writing
 from rectified_flow.system.outputs import LOCK, claim
 from rectified_flow.system.pictures import to_grid, write_picture
@@ -48,7 +48,7 @@ def evaluate(config: EvaluateConfig) -> None:
         seed=measure.seed,
         batch_size=config.model.batch_size,
         held_out=held_out,
-        metrics=measure.metric or flow.space.metrics,
+        metrics=measure.metric or flow.space.medium.metrics,
     )
     settings = _settings(config, trained, state)
     texts = {"results": str(folder / RESULTS_FILE)}
@@ -77,7 +77,7 @@ def _check_data(trained: Trained, dataset: RealData, state: PartialState) -> Non
     """Check that all processes read one dataset that fits the flow, and warn if the run was trained on another."""
     check_equal(state, lambda: {"the number of pictures": len(dataset), "their fingerprint": dataset.fingerprint})
     check_conditions(trained.flow, trained.source, dataset)
-    if (problem := trained.flow.space.misfit(dataset.space)) is not None:
+    if (problem := trained.flow.space.medium.misfit(dataset.space.medium)) is not None:
         raise UsageError(f"--dataset_path {dataset.info.source} {problem}")
     # The fingerprint in a run with a teacher is that of the teacher's data, not of the pictures.
     is_distilled = flags_in(trained.config).get("teacher") is not None
@@ -118,8 +118,8 @@ def real_data(
 
 def _framing_of(trained: Trained, measure: MeasureConfig) -> dict[str, Any]:
     """Return the flags of the pictures of a run that another program trained, by the shape of its data."""
-    shape = trained.flow.space.picture_shape
-    if shape is None or measure.dataset_path is None:
+    shape = trained.flow.space.medium.picture_shape
+    if not shape or measure.dataset_path is None:
         raise UsageError(f"{trained.source} records no pictures: pass --dataset_path, or --import with its dataset")
     channels, height, width = shape
     return {"image_size": min(height, width), "aspect_ratio": f"{width}:{height}", "alpha": channels == RGBA}

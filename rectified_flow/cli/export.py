@@ -26,7 +26,7 @@ from rectified_flow.load import model_hash, read_trained, solver_name
 from rectified_flow.registry import describe as describe_part
 from rectified_flow.runs import checkpoint
 from rectified_flow.spaces.degradations import Downsample, Grey, Mask
-from rectified_flow.spaces.space import RGB
+from rectified_flow.spaces.pictures import RGB
 from rectified_flow.system.files import prepare_folder, read_bytes, replace_file, writing
 from rectified_flow.system.outputs import claim
 from rectified_flow.system.pictures import PACKET
@@ -62,12 +62,13 @@ def export(config: ExportConfig) -> None:
     files = page_sources(thumbnail) if is_page else {}
     folder = flags.output_dir or trained.run_folder / "exported"
     claim(prepare_folder("output_dir", folder), [*NAMES, *(encoder.files if encoder else ()), *files])
-    description, decoder = describe(call), trained.flow.space.decoder()
+    description = describe(call)
     if is_page:
         description |= {"hash": model_hash(trained.flow), "metadata": PACKET if flags.metadata else None}
     report: dict[str, object] = {"model": trained, "output": description["output"]}
     modules: dict[str, Any] = {"flow": (call, call.example, MODEL_FILE)}
-    modules |= {} if decoder is None else {"decoder": (decoder, call.latents, DECODER_FILE)}
+    for name, decoder in trained.flow.space.medium.decoders().items():
+        modules[name] = (decoder, call.latents, DECODER_FILE)
     with progress_bar(total=len(modules) + bool(encoder), unit="stage", leave=False) as bar:
         for name, (module, example, file) in modules.items():
             bar.set_description(f"converting the {name}")
@@ -173,7 +174,7 @@ class NetworkCall(nn.Module):
         conditions = chosen(flow.conditions)
         if not isinstance(flow, RectifiedFlow | FlowMap):
             raise UsageError(f"--checkpoint has a {type(flow).__name__}: pass one of a rectified flow or flow map")
-        flow.space.on_page()  # raises an error for data of another kind
+        flow.space.medium.page()  # raises an error for data of another kind
         if others := conditions.keys() - written(conditions).keys() - {SOURCE}:
             raise UsageError(f"--checkpoint has a network with the condition {min(others)}, which cannot be exported")
         self.flow: RectifiedFlow | FlowMap = flow.eval().requires_grad_(False)
@@ -242,10 +243,10 @@ def describe(call: NetworkCall) -> dict[str, Any]:
         "output": "average velocity" if call.is_map else "velocity",
         "channels": call.shape[0],
         "range": [-1, 1],
-        "fields": flow.space.on_page(),
-        "decoder": None
-        if flow.space.autoencoder is None
-        else {"file": DECODER_FILE, "shape": [*(flow.space.picture_shape or ())]},
+        "fields": flow.space.medium.page() or None,
+        "decoder": {"file": DECODER_FILE, "shape": [*flow.space.medium.picture_shape]}
+        if flow.space.medium.decoders()
+        else None,
         "conditions": [{"name": name} | kind.exported() for name, kind in call.kinds.items()],
         "steps": flow.default_steps,
         "solver": solver_name(flow, {}),
@@ -325,13 +326,13 @@ def check_program(pairs: Iterable[tuple[Tensor, Tensor]], what: str, in_half: bo
 def _check_page(call: NetworkCall) -> None:
     """Check that the page can sample from the flow of a call and show its samples."""
     flow, space, degradation = call.flow, call.flow.space, call.flow.degradation
-    is_field, channels = space.on_page() is not None, (space.picture_shape or call.shape)[0]
+    is_field, channels = bool(space.medium.page()), (space.medium.picture_shape or call.shape)[0]
     if channels not in (1, RGB) and not is_field:
         raise UsageError(f"--format page supports grey and RGB pictures, not {channels} channels: pass --format onnx")
     for name, exported in ((name, kind.exported()) for name, kind in call.kinds.items()):
         if exported["kind"] not in CONTROLS or exported.get("encoder", True) is None:
             raise UsageError(f"--format page has no control for the condition {name}: pass --format onnx")
-    if flow.takes_source and (is_field or space.autoencoder is not None):
+    if flow.takes_source and (is_field or space.medium.decoders()):
         raise UsageError("--format page reads no measurements or latents to translate: pass --format onnx")
     if degradation and degradation.is_projection and type(degradation) not in ON_PAGE:
         kind = type(degradation).__name__

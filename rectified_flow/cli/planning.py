@@ -34,7 +34,7 @@ from rectified_flow.load import autocast
 from rectified_flow.networks.unet import to_device
 from rectified_flow.registry import names
 from rectified_flow.runs import checkpoint
-from rectified_flow.spaces.space import Space
+from rectified_flow.spaces.space import Space, with_augmentation
 from rectified_flow.system.machine import free_memory, memory
 from rectified_flow.system.terminal import duration, line, lines
 from rectified_flow.training.optimizers import find_optimizer
@@ -202,7 +202,7 @@ def training_speed(config: TrainConfig, conditions: ConditionSpecs, space: Space
     """Measure the images per second of all processes, by the slowest of them, and the memory of each. Collective."""
     state, distilled = PartialState(), DistillationData.of(config)
     with torch.random.fork_rng():  # the initial weights of the run do not depend on how many networks are measured
-        flow = build_flow(config, conditions, space.with_augmentation(config.data.augment))
+        flow = build_flow(config, conditions, with_augmentation(space, config.data.augment))
     precision = choose_precision(config.run, state.device)
     to_device(flow, state.device, precision).train()
     count = config.run.split_batch(state.num_processes).per_process

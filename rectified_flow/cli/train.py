@@ -31,7 +31,7 @@ from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.folder import check_start, describe_run, write_config
-from rectified_flow.spaces.space import Space
+from rectified_flow.spaces.space import Space, with_augmentation
 from rectified_flow.system.terminal import line, lines, size_text
 from rectified_flow.training.evaluations import Callback, EvaluationHook, HeldOutHook
 from rectified_flow.training.trainer import Trainer
@@ -90,10 +90,11 @@ def train_run(config: TrainConfig) -> bool:
     space = _space_of(config, found, has_begun=has_begun)
     on_main(state, lambda: check_start(config.run, config.origin, writes=not dry_run))
     if not dry_run:
-        space.prepare(state.device)
+        space.medium.prepare(state.device)
     data = _open_data(config, found)
-    space = build_space(config.data, data) if space.autoencoder is None else space
     distilled, has_pictures = DistillationData.of(config), isinstance(data, ImageDataset)
+    teacher = None if distilled is None else on_main(state, distilled.space_of_teacher)
+    space = build_space(config.data, data, teacher)
     split = hold_out_pictures(data, config) if has_pictures and distilled is None else None
     count, conditions = len(data) if split is None else len(split.training), getattr(data, "conditions", {})
     if has_pictures or dry_run:
@@ -101,10 +102,11 @@ def train_run(config: TrainConfig) -> bool:
     check_sides(config, space)
 
     # The flags are final.
-    flow = build_flow(config, conditions, space.with_augmentation(config.data.augment))
+    flow = build_flow(config, conditions, with_augmentation(space, config.data.augment))
     start_from(config.origin if distilled is None else distilled.teacher, config.run, flow)
     summary: dict[str, object] = {"pictures": summary_of(data)} if has_pictures else {"items": len(data)}
-    state.print(lines(summary | ({"values": space.summary} if space.summary else {})))
+    values = space.medium.summary
+    state.print(lines(summary | ({"values": values} if values else {})))
     if dry_run:
         planning.print_dry_run(config, flow, count)
         return True
@@ -122,9 +124,9 @@ def _space_of(config: TrainConfig, found: Any, *, has_begun: bool) -> Space:
     """Return the space of the data, whose scale may be unknown yet, after all checks that need no data."""
     space = build_space(config.data, found)
     check_source(config.source)
-    crops = space.autoencoder is not None and "crop" in config.given and config.data.crop == "random" and not has_begun
+    crops = bool(config.data.autoencoder) and "crop" in config.given and config.data.crop == "random" and not has_begun
     refuse({"crop random": crops}, "has no effect with --autoencoder, which encodes the centre: leave it out")
-    by_features = config.evaluation.evaluate_every > 0 and "frechet" not in space.metrics
+    by_features = config.evaluation.evaluate_every > 0 and "frechet" not in space.medium.metrics
     refuse({"evaluate_every": by_features}, "compares features of photographs: leave it out, and run evaluate.py")
     if has_begun or not planning.chooses_network(config):
         check_sides(config, space)
@@ -171,15 +173,13 @@ def _open_data(config: TrainConfig, found: Any) -> Any:
 
 
 def _open_rows(config: TrainConfig, flow: Flow, data: Any) -> Any:
-    """Return the data as the space of the flow encodes them, or the data of a teacher. Collective.
+    """Return the data as the space of the flow stores them, or the data of a teacher. Collective.
 
     The flow gets the space of these rows, whose scales are known now.
     """
     if (distilled := DistillationData.of(config)) is not None:
-        rows, space = open_distilled(distilled, data, config)
-        flow.space = flow.space.scaled_like(space)
-    else:
-        rows, flow.space = flow.space.encode_all(data, mirrored=config.data.horizontal_flip)
+        return open_distilled(distilled, data, config)
+    rows, flow.space = flow.space.medium.rows(data, mirrored=config.data.horizontal_flip)
     return rows
 
 
@@ -234,8 +234,8 @@ def check_sides(config: TrainConfig, space: Space) -> None:
     height, width = shape[-2:]
     divisor, common = 2 ** (levels - 1), gcd(height, width)
     if name_of(config.network.network) == UNET and common % divisor > 0:
-        kind = "pictures" if space.autoencoder is None else "latents"
-        problem = f"--image_size {size} gives {kind} of {size_text(width, height)}, not divisible by {divisor}"
+        inputs = f"inputs of {size_text(width, height)}, not divisible by {divisor}"
+        problem = f"--image_size {size} gives the network {inputs}"
         remedy = f"pass a multiple of {divisor * (size // common)}"
         raise UsageError(f"{problem}, as the {levels} levels of --dim_mults require: {remedy}")
 

@@ -243,7 +243,8 @@ def conditions_of(
         batch = stored_batch(data, some, flow)
         with randomness.deterministic(randomness.Samples(seed, drawn), flow.device):
             values = flow.conditions_of(batch, flow.space.encode(batch[flow.space.key]))
-        values[SOURCE] = flow.space.decode_source(values[SOURCE])
+        made = SOURCE not in batch  # by the flow, from the data
+        values[SOURCE] = flow.space.to_stored(values[SOURCE], exact=True) if made else batch[SOURCE]
         parts.append({name: each.cpu() for name, each in values.items()})
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
@@ -251,5 +252,5 @@ def conditions_of(
 def render_sources(flow: Flow, sources: Tensor) -> Tensor:
     """Render sources as uint8 pictures ``[n, 3, h, w]`` on the CPU, with grey in place of unknown pixels."""
     space = flow.space
-    parts = [space.encode_source(some.to(flow.device)).nan_to_num(0) for some in sources.split(AT_ONCE)]
-    return torch.cat([space.render(space.decode(part)).cpu() for part in parts])
+    parts = [space.source_space.encode(some.to(flow.device)).nan_to_num(0) for some in sources.split(AT_ONCE)]
+    return torch.cat([space.medium.render(space.decode(part)).cpu() for part in parts])

@@ -143,7 +143,7 @@ class Flow(nn.Module):
             if self.takes_source and SOURCE in batch:
                 # With the same random draws, a source is cropped, mirrored and augmented like its target.
                 with torch.random.fork_rng([data.device] if data.device.type == "cuda" else []):
-                    batch = batch | {SOURCE: self.space.augment_source(batch[SOURCE])}
+                    batch = batch | {SOURCE: self.space.source_space.augment(batch[SOURCE])[0]}
             data, described = self.space.augment(data)
         x_0 = self.space.encode(data)
         self.space.shape = self.space.shape or tuple(x_0.shape[1:])
@@ -167,7 +167,7 @@ class Flow(nn.Module):
         if SOURCE in batch:  # a teacher's store has encoded sources
             source = batch[SOURCE]
             is_encoded = is_drawn and source.is_floating_point()
-            return values | {SOURCE: source.float() if is_encoded else self.space.encode_source(source)}
+            return values | {SOURCE: source.float() if is_encoded else self.space.source_space.encode(source)}
         assert self.degradation is not None, f"the flow translates pictures, and a batch has no {SOURCE}"
         with torch.autocast(x_0.device.type, enabled=False):
             return values | {SOURCE: self.degradation(x_0)}
@@ -198,7 +198,7 @@ class Flow(nn.Module):
         data = batch[self.space.key]
         if self.from_source:
             # A pair is mirrored and augmented alike, which does not change its distance much.
-            x_0, starts = self.space.encode(data), self.space.encode_source(batch[SOURCE]).nan_to_num(0.0)
+            x_0, starts = self.space.encode(data), self.space.source_space.encode(batch[SOURCE]).nan_to_num(0.0)
         else:
             x_0 = self.space.encode(self.space.augment(data)[0])
             starts = randomness.randn("noise", x_0.shape, x_0.device)
@@ -228,7 +228,7 @@ class Flow(nn.Module):
 
         Args:
             count: number of rows if no tensor is given.
-            conditions: values by name; sources ``source`` ``[b, ...]`` are data as the space stores them, or encoded.
+            conditions: values by name; sources ``source`` ``[b, ...]`` are data as the space stores them.
             noise: standard normal ``[b, ...]``.
             start: data ``[b, ...]`` to start from, as the space stores them, with noise up to ``strength``.
             strength: the time to start at, with ``start``.
@@ -254,7 +254,7 @@ class Flow(nn.Module):
         """Return conditions on the device of the network, with sources encoded."""
         placed = {name: values.to(self.device) for name, values in conditions.items()}
         if self.takes_source and SOURCE in placed:
-            placed[SOURCE] = self.space.encode_source(placed[SOURCE])
+            placed[SOURCE] = self.space.source_space.encode(placed[SOURCE])
         return placed
 
     def inpainting(self, start: Tensor | None, mask: Tensor | None, x: Tensor, strength: float = 1.0) -> Inpaint | None:
@@ -368,4 +368,4 @@ def sample_batches(
         drawn = some if draws is None else [draws[number] for number in some]
         with randomness.deterministic(randomness.Samples(seed, drawn), _device_of(flow)):
             data = flow.sample(len(some), **given, **options)
-            yield some, space.render(data) if render else data
+            yield some, space.medium.render(data) if render else data

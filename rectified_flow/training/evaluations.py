@@ -335,7 +335,7 @@ def draw_preview(
         images = map_over_ranks(accelerator, count, sample)
         if SOURCE in conditions:
             images = torch.stack((render_sources(flow, conditions[SOURCE]), images), dim=1).flatten(0, 1)
-        return images, columns, texts, getattr(space, "legend", None)
+        return images, columns, texts, None if space is None else space.medium.legend
     return None
 
 

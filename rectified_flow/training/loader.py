@@ -93,7 +93,7 @@ def explain_loader_errors() -> Iterator[None]:
 def checked(batches: Iterator[Batch], flow: nn.Module, report: Callable[[str], object]) -> Iterator[Batch]:
     """Return the same batches, after warnings about the first: data out of range, conditions that are missing."""
     first, space = next(batches), getattr(flow, "space", None)
-    problem = None if space is None or space.key not in first else space.problem_with(first[space.key])
+    problem = None if space is None else space.medium.problem_with(first)
     if problem is not None:
         report(f"warning: {problem}")
     made = {SOURCE} if getattr(flow, "degradation", None) is not None else set()

@@ -220,7 +220,7 @@ def test_a_picture_becomes_what_it_becomes_in_python(
         options |= {"mask": mask.expand(rows, -1, -1, -1)} if painted else {"strength": level}
     with deterministic(Samples(7, NUMBERS), torch.device("cpu")):
         expected = flow.sample(rows, labels=torch.ones(rows, dtype=torch.long), **options)
-    rendered = flow.space.render(expected)
+    rendered = flow.space.medium.render(expected)
     if painted:  # as sample.py has it
         rendered = torch.where(mask, rendered, images)
         expected = torch.where(mask, expected, flow.space.decode(picture))

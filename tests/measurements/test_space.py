@@ -8,17 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from rectified_flow import MeanFlow, RectifiedFlow
-from rectified_flow.measurements.space import (
-    ABOVE,
-    BELOW,
-    UNKNOWN,
-    Asinh,
-    Fields,
-    Linear,
-    Log,
-    Transform,
-    colour_map,
-)
+from rectified_flow.measurements.medium import ABOVE, BELOW, UNKNOWN, colour_map
+from rectified_flow.measurements.space import Asinh, Fields, Linear, Log, Transform
 
 TRANSFORMS = [Linear(), Log(), Asinh(0.5)]
 
@@ -53,19 +44,19 @@ def test_sixteen_bits_come_back_exactly() -> None:
 def test_colours_mark_what_is_outside_and_unknown() -> None:
     space = Fields((2, 1, 5), (0.0, 0.0), (1.0, 10.0), show="2:viridis")
     row = torch.tensor([0.0, 10.0, -1.0, 11.0, math.nan])
-    picture = space.render(torch.stack((torch.zeros(5), row))[None, :, None])[0, :, 0].T.tolist()
+    picture = space.medium.render(torch.stack((torch.zeros(5), row))[None, :, None])[0, :, 0].T.tolist()
     table = colour_map("viridis").tolist()
     assert picture == [table[0], table[-1], list(BELOW), list(ABOVE), list(UNKNOWN)]
-    legend = space.legend
+    legend = space.medium.legend
     assert legend is not None
     assert (legend.least, legend.greatest, legend.name) == ("0", "10", "channel 2")
 
 
 def test_three_channels_as_colours() -> None:
     space = Fields((4, 1, 1), (0.0,) * 4, (255.0,) * 4, show="4,2,1")
-    picture = space.render(torch.tensor([10.0, 20.0, 30.0, 40.0]).reshape(1, 4, 1, 1))
+    picture = space.medium.render(torch.tensor([10.0, 20.0, 30.0, 40.0]).reshape(1, 4, 1, 1))
     assert picture.flatten().tolist() == [40, 20, 10]
-    assert space.legend is None
+    assert space.medium.legend is None
 
 
 @pytest.mark.parametrize(
@@ -78,7 +69,7 @@ def test_three_channels_as_colours() -> None:
 )
 def test_bad_arguments(how: dict[str, object], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        _ = Fields((2, 4, 4), **how).legend  # type: ignore[arg-type]
+        _ = Fields((2, 4, 4), **how).medium.legend  # type: ignore[arg-type]
 
 
 def test_augmentation_changes_places_and_no_values() -> None:
