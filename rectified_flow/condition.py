@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -19,6 +19,9 @@ from torch import Tensor, nn
 from rectified_flow import randomness
 from rectified_flow.errors import UsageError
 from rectified_flow.registry import register
+
+if TYPE_CHECKING:
+    from rectified_flow.exportable import Exportable
 
 
 class Condition(ABC):
@@ -117,8 +120,8 @@ class WrittenCondition(Condition):
         """Return what a caller of an exported program needs to know to choose values."""
         raise UsageError(f"a {self.column_type} cannot be exported: train without this condition")
 
-    def companion(self) -> Any:
-        """Return a further program that callers of an exported program need, if there is one."""
+    def companion(self) -> "Exportable | None":
+        """Return a module that callers of an exported program need as a further program, if there is one."""
         return None
 
 

@@ -7,6 +7,8 @@
   :func:`build` calls the constructor. No module is ever imported because a file names it, and only registered classes
   are called.
 - *Flags.* A flag such as ``--optimizer`` takes a name, and :func:`find` returns what has been registered under it.
+
+This module imports none of the modules that register: :mod:`rectified_flow.rooms` lists those of optional folders.
 """
 
 import inspect
@@ -14,18 +16,19 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import cache, partial
-from importlib import import_module
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints, overload
 
 from rectified_flow.errors import UsageError, first_line
 
-Role = Literal["dataset", "reader", "optimizer", "metric", "score", "degradation"]
+Role = Literal["dataset", "reader", "optimizer", "metric", "score", "degradation", "format"]
 """The purpose of a registered function, or of a class that is called as one."""
 T = TypeVar("T", bound=Callable[..., Any])
 _REGISTERED: defaultdict[Role | None, dict[str, Any]] = defaultdict(dict)
 """Registered functions by role and name. The role None has the classes that checkpoints describe."""
+_COMPLETING: list[Callable[[], object]] = []
+"""Functions that import what a name may stand for; see :func:`before_lookup`."""
 _Plain = bool | int | float | str | None
 
 
@@ -54,9 +57,14 @@ def register(target: T | None = None, /, *, role: Role | None = None) -> Any:
     return target
 
 
+def before_lookup(complete: Callable[[], object]) -> None:
+    """Have ``complete`` called before each look-up of a name: it imports modules that register classes."""
+    _COMPLETING.append(complete)
+
+
 def names(role: Role | type, but: type | None = None) -> list[str]:
     """Return the registered names of a role, or of the subclasses of a class, without those of the class ``but``."""
-    _import_rooms()
+    _complete()
     if isinstance(role, str):
         return sorted(_REGISTERED[role])
     kinds = _REGISTERED[None].items()
@@ -72,11 +80,9 @@ def find(flag: str, role: Role | type, name: str, but: type | None = None) -> An
     return _REGISTERED[role if isinstance(role, str) else None][name]
 
 
-@cache
-def _import_rooms() -> None:
-    """Import the folders of the package, so that those of a kind of data or of conditions register their classes."""
-    for folder in sorted(Path(__file__).parent.glob("*/__init__.py")):
-        import_module(f"{__package__}.{folder.parent.name}")
+def _complete() -> None:
+    for complete in _COMPLETING:
+        complete()
 
 
 def is_registered(value: object) -> bool:
@@ -100,7 +106,7 @@ def describe(value: object) -> dict[str, Any]:
 def build(description: Mapping[str, Any]) -> Any:
     """Build the object that :func:`describe` described; lists become tuples."""
     name = str(description.get("kind"))
-    _import_rooms()
+    _complete()
     kind = _REGISTERED[None].get(name)
     if kind is None:
         raise UsageError(f"the kind {name} is not registered: pass --import MODULE to register it")

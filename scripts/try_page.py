@@ -8,18 +8,13 @@ import argparse
 import shutil
 import statistics
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
-from http.server import ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 from playwright.sync_api import sync_playwright
 
-from rectified_flow.cli.export import QuietHandler
 from rectified_flow.errors import RunError, UsageError
+from rectified_flow.export.serving import serving
 from rectified_flow.system.files import prepare_folder
 from rectified_flow.system.outputs import claim, write_output
 
@@ -29,15 +24,6 @@ DRAWINGS = 10
 STROKE = ((0.35, 0.3), (0.6, 0.45), (0.45, 0.6))
 """Corners of the stroke of ``--paint``, as shares of the sides of the picture."""
 SOFTWARE_CARD = ("--enable-unsafe-webgpu", "--use-webgpu-adapter=swiftshader", "--enable-features=Vulkan")
-
-
-@contextmanager
-def serving(folder: Path) -> Iterator[str]:
-    """Serve ``folder`` inside the block, and yield its address."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(QuietHandler, directory=folder)) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/"
-        server.shutdown()
 
 
 def wait_until(page: Any, condition: str) -> None:

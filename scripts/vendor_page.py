@@ -1,4 +1,4 @@
-"""Fetch the pinned packages that an exported page runs from npm into rectified_flow/page, packed with xz.
+"""Fetch the pinned packages that an exported page runs from npm into rectified_flow/export/page, packed with xz.
 
 An exported page needs them without a network, so they are part of the package. For another version change its entry in
 PACKAGES and run this. Then replace ort/LICENSE and ort/ThirdPartyNotices.txt.xz by those of the same version of ONNX
@@ -16,7 +16,7 @@ from pathlib import Path
 from urllib.request import urlopen
 
 REGISTRY = os.environ.get("NPM_CONFIG_REGISTRY", "https://registry.npmjs.org")  # as npm has it
-PAGE = Path(__file__).resolve().parent.parent / "rectified_flow/page"
+PAGE = Path(__file__).resolve().parent.parent / "rectified_flow/export/page"
 
 
 @dataclass(frozen=True)

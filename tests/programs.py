@@ -24,6 +24,8 @@ from rectified_flow.cli.sample import sample
 from rectified_flow.cli.train import train
 from rectified_flow.data.sources import ImageSource
 from rectified_flow.data.sources.folder import FileFolder
+from rectified_flow.export import onnx
+from rectified_flow.exportable import Exportable
 from rectified_flow.flags import parse
 from rectified_flow.training.speed import Speed
 from tests.ranks import run_on_ranks
@@ -69,8 +71,8 @@ def stand_in() -> Iterator[None]:
     """Replace the exported program of export.py by zeros, to save tracing; a loaded program calls the flow itself."""
     calls: list[Any] = []
 
-    def to_onnx(call: Any, *_arguments: Any, in_half: bool) -> bytes:
-        calls.append(call)
+    def to_onnx(exported: Exportable, *, half: bool) -> bytes:
+        calls.append(exported.module)
         return bytes(100_000)
 
     def load(_content: bytes) -> Callable[[dict[str, Any]], list[Any]]:
@@ -80,7 +82,7 @@ def stand_in() -> Iterator[None]:
 
         return run
 
-    with patch("rectified_flow.cli.export.to_onnx", to_onnx), patch("rectified_flow.cli.export.load_program", load):
+    with patch.object(onnx, "to_onnx", to_onnx), patch.object(onnx, "load_program", load):
         yield
 
 

@@ -1,24 +1,32 @@
 """Tests of the imports of the package: their direction, and the modules that model code loads."""
 
 import ast
+import re
 import subprocess
 import sys
 from functools import cache
+from importlib.util import resolve_name
 from pathlib import Path
 
 import pytest
 
+from rectified_flow import rooms
 from scripts.house import circle, code_lines, files_in
 from tests.patience import PATIENCE
 
 CEILING = 10_221
 """Largest number of code lines of the package, by scripts/house.py."""
 PACKAGE = Path(__file__).resolve().parent.parent / "rectified_flow"
-LEAVES = {path.stem for path in PACKAGE.glob("[!_]*.py")} - {"load", "hub"} | {""}
+ROOMS = [room.rpartition(".")[2] for room in rooms.ROOMS]
+"""Folders that register their classes, and that the programs do without."""
+DOORS = {"", "__main__", "rooms"}
+"""Modules through which the package is entered: they may name any module. The package itself is the first."""
+LEAVES = {path.stem for path in PACKAGE.glob("[!_]*.py")} - {"load", "hub"} - DOORS
 FLOORS = [
-    {"cli", "__main__", "latents", "measurements", "text"},
+    {"cli", *DOORS},
     {"training"},
-    {"evaluation"},
+    {*ROOMS},
+    {"evaluation", "export"},
     {"load", "hub", "pipeline"},
     {"runs", "distributed", "data"},
     {"flows"},
@@ -27,8 +35,6 @@ FLOORS = [
 ]
 """From the top down. A module imports, directly or through others, no module of a floor above."""
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-ROOMS = ["latents", "measurements", "text"]
-"""Folders that register their classes, and that the program does without."""
 MODULES = {
     ".".join(("rectified_flow", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path
     for path in sorted(PACKAGE.rglob("*.py"))
@@ -40,25 +46,97 @@ def room_of(module: str) -> str:
     return [*module.split("."), ""][1]
 
 
+IMPORTER = re.compile(r"^(exec|eval)$|\b(__import__|find_spec|import_module|resolve_name|run_module|run_path)$")
+"""A function that imports a module by its name, as it is called."""
+COMPUTED = {
+    "rectified_flow": "the modules of the public names, which __init__.pyi lists",
+    "rectified_flow.rooms": "the modules of ROOMS",
+    "rectified_flow.flags": "the modules of --import",
+    "rectified_flow.cli.programs": "the module of a program",
+    "rectified_flow.system.pictures": "plugins of Pillow",
+}
+"""Modules that import by a name which is not written where they call an :data:`IMPORTER`."""
+
+
 @cache
 def imports_of(module: str) -> frozenset[str]:
-    """Return the modules of this package that a module imports when it runs, also inside its functions."""
-    tree = ast.parse(MODULES[module].read_text())
-    typing_only = {
-        node
-        for block in ast.walk(tree)
-        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
-        for node in ast.walk(block)
-    }
+    """Return the modules of this package that a module imports when it runs."""
+    return imports_in(module, MODULES[module].read_text(), is_package=MODULES[module].stem == "__init__")
+
+
+def imports_in(module: str, code: str, *, is_package: bool = False) -> frozenset[str]:
+    """Return the modules of this package that the code of a module imports, also inside its functions.
+
+    A module that a string names counts as imported, since ``import_module`` and others take the names of modules. So
+    does the folder of a module, whose ``__init__.py`` runs first.
+    """
+    tree = ast.parse(code)
+    silent = typing_only(tree) | documentation(tree)
+    package = module if is_package else module.rpartition(".")[0]
+    constants = {"__name__": module, "__package__": package, **constants_of(tree)}
     found = set()
     for node in ast.walk(tree):
-        if node in typing_only:
+        if node in silent:
             continue
-        if isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        if isinstance(node, ast.ImportFrom):
+            origin = resolve_name("." * node.level + (node.module or ""), package)
+            found |= {known(f"{origin}.{alias.name}") for alias in node.names}
         elif isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-    return frozenset(found & MODULES.keys())
+            found |= {known(alias.name) for alias in node.names}
+        elif (text := text_of(node, constants)) is not None:
+            names = re.findall(r"rectified_flow(?:\.\w+)+", text)
+            found |= {known(name) for name in names} - {PACKAGE.name}  # as in @rectified_flow.register
+    folders = {name.rpartition(".")[0] for name in found} - {PACKAGE.name}  # the package itself imports nothing yet
+    return frozenset((found | folders) - {"", module})
+
+
+def known(name: str) -> str:
+    """Return the module of this package that ``name`` is or is defined in; an empty text for other packages."""
+    while name and name not in MODULES:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def typing_only(tree: ast.AST) -> set[ast.AST]:
+    """Return what only type checkers read."""
+    blocks = [node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    return {node for block in blocks for statement in block.body for node in ast.walk(statement)}
+
+
+def documentation(tree: ast.AST) -> set[ast.AST]:
+    """Return the docstrings, also those of attributes."""
+    return {
+        node.value for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+
+
+def constants_of(tree: ast.Module) -> dict[str, str]:
+    """Return the names of a module that stand for a text."""
+    return {
+        target.id: node.value.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+
+
+def text_of(node: ast.AST, constants: dict[str, str]) -> str | None:
+    """Return the text of a literal, in which the names of constants are replaced and other values are left out."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        values = (each.value if isinstance(each, ast.FormattedValue) else each for each in node.values)
+        names = (constants.get(each.id, "") if isinstance(each, ast.Name) else text_of(each, {}) for each in values)
+        return "".join(name or "" for name in names)
+    return None
+
+
+def calls_by_computed_names(code: str) -> list[str]:
+    """Return the calls that import a module whose name is not written there, as code."""
+    calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
+    computed = [call for call in calls if not (call.args and isinstance(call.args[0], ast.Constant))]
+    return [ast.unparse(call) for call in computed if IMPORTER.search(ast.unparse(call.func))]
 
 
 def closure_of(module: str) -> dict[str, str]:
@@ -88,6 +166,49 @@ def test_no_module_imports_from_a_floor_above(module: str) -> None:
     assert not above, [chain(importers, each, module) for each in above]
 
 
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from rectified_flow.cli import export",
+        "from rectified_flow.cli.export import export",
+        "import rectified_flow.cli.export",
+        "from ..cli import export",
+        "def late():\n    from rectified_flow.cli.export import export",
+        "def late():\n    return import_module('rectified_flow.cli.export')",
+        "def late():\n    return resolve_name('rectified_flow.cli.export:export')",
+        "ROOF = 'rectified_flow.cli'\ndef late():\n    return resolve_name(f'{ROOF}.export:export')",
+        "WORDS = [sys.executable, '-m', 'rectified_flow.cli.export']",
+    ],
+)
+def test_every_way_to_import_is_seen(code: str) -> None:
+    """The closure of the module is then refused, since cli is a floor above."""
+    assert "rectified_flow.cli.export" in imports_in("rectified_flow.text.caption", code)
+
+
+def test_a_public_name_is_an_import_of_the_front_door() -> None:
+    assert imports_in("rectified_flow.load", "from rectified_flow import load_flow, randomness") == {
+        "rectified_flow",
+        "rectified_flow.randomness",
+    }
+    assert FLOOR[room_of("rectified_flow")] == 0
+
+
+@pytest.mark.parametrize(
+    "code", ['"See rectified_flow.cli.export."', "if TYPE_CHECKING:\n    import rectified_flow.cli"]
+)
+def test_what_does_not_run_is_no_import(code: str) -> None:
+    assert imports_in("rectified_flow.text.caption", code) == frozenset()
+
+
+def test_few_modules_import_by_a_name_that_is_not_written_there() -> None:
+    assert {module for module, path in MODULES.items() if calls_by_computed_names(path.read_text())} == COMPUTED.keys()
+
+
+def test_the_registry_imports_nothing_of_the_package_but_errors() -> None:
+    assert closure_of("rectified_flow.registry").keys() == {"rectified_flow.errors"}
+    assert calls_by_computed_names(MODULES["rectified_flow.registry"].read_text()) == []
+
+
 @pytest.mark.parametrize(("one", "other"), [("networks", "spaces"), ("spaces", "networks")])
 def test_networks_and_spaces_do_not_import_each_other(one: str, other: str) -> None:
     for module in MODULES:
@@ -97,7 +218,8 @@ def test_networks_and_spaces_do_not_import_each_other(one: str, other: str) -> N
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_room_is_imported_by_its_own_files_alone(room: str) -> None:
-    assert not [module for module in MODULES if room_of(module) != room and room in map(room_of, imports_of(module))]
+    importers = {room_of(module) for module in MODULES if room in map(room_of, imports_of(module))}
+    assert importers - {"rooms"} <= {room}
 
 
 @pytest.mark.parametrize("room", ["flows", "spaces", "networks"])
@@ -110,7 +232,7 @@ HEAVY = {"accelerate", "filelock", "huggingface_hub", "pydantic", "tyro", "psuti
 
 
 MODEL_CODE = {
-    "from rectified_flow.networks.unet import Unet": 8,
+    "from rectified_flow.networks.unet import Unet": 9,
     "from rectified_flow.flows.rectified import RectifiedFlow": 20,
     "from rectified_flow.flows.mean import MeanFlow": 20,
 }

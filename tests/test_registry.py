@@ -14,12 +14,13 @@ import pytest
 from rectified_flow import registry
 from rectified_flow.errors import UsageError
 from rectified_flow.registry import build, describe, find, names, parameters_of, register
+from rectified_flow.rooms import import_rooms
 
 
 @pytest.fixture(autouse=True)
 def _own_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Remove the classes that a test registers after the test."""
-    registry._import_rooms()  # once in a process, and not into the registry of a test
+    import_rooms()  # once in a process, and not into the registry of a test
     monkeypatch.setattr(registry, "_REGISTERED", defaultdict(dict))
     for kind in (Wheel, Vehicle, Car):
         register(kind)

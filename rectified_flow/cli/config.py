@@ -382,8 +382,8 @@ class ExportedConfig(Flags):
 
     checkpoint: Path = Path("runs/rectified-flow")
     """A run's folder, for its newest checkpoint, or a checkpoint; its averaged weights are used if there are any."""
-    format: Literal["onnx", "page"] = "onnx"
-    """ONNX, or a web page that samples in the browser."""
+    format: Part = ("onnx",)
+    """onnx, page for a web page that samples in the browser, or a registered format, and its arguments."""
     output_dir: Annotated[Path | None, default_is("the run's folder/exported")] = None
     """Folder for the program and its model.json."""
     half: bool = False

@@ -147,7 +147,7 @@ class Medium:
         Raises:
             UsageError: if data of this kind cannot be exported.
         """
-        raise UsageError(f"--checkpoint has a flow of {type(self.space).__name__.lower()}, which cannot be exported")
+        raise UsageError(f"a flow of {type(self.space).__name__.lower()} cannot be exported")
 
     def decoders(self) -> dict[str, nn.Module]:
         """Return the modules by name, from ``x`` ``[b, ...]`` to pictures in [-1, 1], that are exported, too."""

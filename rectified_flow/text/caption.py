@@ -13,8 +13,9 @@ from rectified_flow.condition import LARGEST, WrittenCondition
 from rectified_flow.data.build import StoreWriter, claimed, fill, key_of
 from rectified_flow.data.store import StoreDataset
 from rectified_flow.errors import UsageError
+from rectified_flow.exportable import Exportable
 from rectified_flow.registry import register
-from rectified_flow.text.encoders import TEXTS_AT_ONCE, BagOfWords, EncoderProgram, PretrainedTextEncoder, TextEncoder
+from rectified_flow.text.encoders import TEXTS_AT_ONCE, BagOfWords, PretrainedTextEncoder, TextEncoder
 
 EXAMPLES = 16  # number of training captions that are kept as examples
 CAPTIONS_VERSION = 1  # version of the store of encoded captions
@@ -119,9 +120,9 @@ class Caption(WrittenCondition):
         sizes = {"size": self.size, "tokens": self.tokens, "examples": list(self.examples)}
         return {"kind": "caption", **sizes, "encoder": self.encoder.exported()}
 
-    def companion(self) -> Any:
-        """Return the program of the text encoder (:class:`EncoderProgram`), or None for a bag of words."""
-        return EncoderProgram(self.encoder, self.examples) if isinstance(self.encoder, PretrainedTextEncoder) else None
+    def companion(self) -> Exportable | None:
+        """Return the text encoder, or None for one that callers program themselves."""
+        return self.encoder.companion(self.examples)
 
     def embedding(self, dim: int) -> nn.Module:
         """Return a module that embeds the vector of a text as ``[b, dim]``."""

@@ -5,7 +5,6 @@ import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rectified_flow.errors import UsageError, first_line
+from rectified_flow.exportable import Exportable
 from rectified_flow.networks.pretrained import Pretrained
 from rectified_flow.registry import register
 
@@ -42,6 +42,14 @@ class TextEncoder(ABC):
 
     def exported(self) -> dict[str, Any] | None:
         """Return what a caller of an exported program needs to encode texts; None if it cannot."""
+        return None
+
+    def companion(self, texts: Sequence[str]) -> Exportable | None:
+        """Return the module that is exported as a program of its own, if there is one.
+
+        Args:
+            texts: texts on which the program is compared with the encoder.
+        """
         return None
 
 
@@ -126,6 +134,20 @@ class PretrainedTextEncoder(Pretrained, TextEncoder):  # type: ignore[override]
         files = {"file": TEXT_FILE, "tokenizer": TOKENIZER_FILE}
         return {"kind": "program", **files, "most_tokens": self.most_tokens, "pools": self.pools}
 
+    def companion(self, texts: Sequence[str]) -> Exportable:
+        """Return the module with its tokenizer, which compares the vectors of ``texts``."""
+        document = json.loads(self.parts[0].backend_tokenizer.to_str()) | {"padding": None, "truncation": None}
+        tokenizer = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
+        return Exportable(
+            TEXT_FILE,
+            TextCall(self),
+            self.tokenize([*texts, ""]),
+            axes=[("batch", None), ("tokens", self.most_tokens)],
+            checks=[self.tokenize([text]) for text in texts],  # each alone, as a caller uses no padding
+            files={TOKENIZER_FILE: tokenizer},
+            about=f", from {self.name}",
+        )
+
     @property
     def pools(self) -> bool:
         """Whether the vector of a text is the module's pooled output."""
@@ -176,36 +198,6 @@ def _load(source: str) -> tuple[Any, Any]:
     except Exception as error:  # of any type: transformers builds a module from files that anyone may have written
         found = f"--text_encoder {source} cannot be loaded as a text encoder ({first_line(error)})"
         raise UsageError(f"{found}: pass a folder or hub id") from error
-
-
-@dataclass(frozen=True)
-class EncoderProgram:
-    """The files of a text encoder beside an exported flow."""
-
-    encoder: PretrainedTextEncoder
-    texts: Sequence[str]
-    """Texts to compare the program with the encoder."""
-
-    files = (TEXT_FILE, TOKENIZER_FILE)
-
-    @torch.no_grad()
-    def write(self, in_half: bool) -> tuple[dict[str, bytes], float]:
-        """Return the contents of the files, with matrices in half precision or not, and the error of the program."""
-        from torch.export import Dim
-
-        from rectified_flow.cli.export import check_program, load_program, to_onnx
-
-        encoder = self.encoder
-        sizes = {0: Dim("batch"), 1: Dim("tokens", max=encoder.most_tokens)}
-        inputs = encoder.tokenize([*self.texts, ""])  # a single row would fix the batch size
-        content = to_onnx(TextCall(encoder), inputs, sizes, in_half=in_half)
-        run, pairs = load_program(content), list[tuple[Tensor, Tensor]]()
-        for text in self.texts:  # alone, as padding is not used
-            given = encoder.tokenize([text])
-            pairs += zip(run(given), encoder.vectors(**given), strict=True)
-        document = json.loads(encoder.parts[0].backend_tokenizer.to_str()) | {"padding": None, "truncation": None}
-        tokenizer = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
-        return {TEXT_FILE: content, TOKENIZER_FILE: tokenizer}, check_program(pairs, "text encoder", in_half)
 
 
 class TextCall(nn.Module):

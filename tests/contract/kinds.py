@@ -47,7 +47,9 @@ class Kind:
         samples: number of samples of evaluate.py.
         metrics: metrics of evaluate.py, where they are not its default.
         scores: some scores of evaluate.py.
-        export: the sentence by which export.py refuses the kind, or "" if it exports a page.
+        format: format of export.py, and its arguments.
+        exported: a file that export.py writes.
+        export: the sentence by which export.py refuses the kind, or "" if it exports the file.
         one_step: the sentence by which the one-step program refuses the run as a teacher, "" if it learns from it, or
             None if the network of the run takes no second time.
         slow: the contracts that are slow tests for this kind, because another kind calls the same code.
@@ -63,6 +65,8 @@ class Kind:
     samples: int = 8
     metrics: str = ""
     scores: tuple[str, ...] = ("efficientnet_lite0_frechet_distance", "copies")
+    format: str = "page"
+    exported: str = "index.html"
     export: str = ""
     one_step: str | None = ""
     slow: tuple[str, ...] = ()
@@ -184,7 +188,7 @@ KINDS: dict[str, Kind] = {
     "cutouts": Kind(
         f"--dataset_path {{data}}/cutouts {PLAIN} --aspect_ratio 3:2 --crop random --alpha",
         write_cutouts,
-        export="--format page supports grey and RGB pictures",
+        export="a page supports grey and RGB pictures",
         slow=("evaluate",),
     ),
     "columns": Kind(
@@ -230,7 +234,7 @@ KINDS: dict[str, Kind] = {
         " --autoencoder Haar",
         write_translations,
         imports=("tests.extension.own_autoencoder",),
-        export="--format page reads no measurements or latents to translate",
+        export="a page reads no measurements or latents to translate",
         slow=("evaluate", "one_step"),
     ),
     "degraded": Translation(
@@ -261,7 +265,7 @@ KINDS: dict[str, Kind] = {
         "own_flow",
         f"--dataset squares {UNET} --flow CircleFlow",
         calls=("resume", "sample", "evaluate", "export", "one_step"),
-        export="--checkpoint has a CircleFlow",
+        export="a CircleFlow cannot be exported",
         one_step=NOT_RECTIFIED,
     ),
     "own objective": guest("own_objective", f"--dataset squares {UNET} --flow AbsoluteFlow"),
@@ -269,7 +273,7 @@ KINDS: dict[str, Kind] = {
         "own_space",
         "--dataset rings --space Clouds scale=300 --network PointNetwork width=16",
         calls=("sample", "evaluate", "export"),
-        export="--checkpoint has a flow of clouds",
+        export="a flow of clouds",
         one_step=NO_TEACHER,
     ),
     "own dataset": guest(
@@ -310,12 +314,19 @@ KINDS: dict[str, Kind] = {
         metrics="frechet mean_gap brightness",
         scores=("mean_gap", "brightness"),
     ),
+    "own format": Kind(
+        f"--dataset squares {UNET}",
+        imports=("tests.extension.own_format", "tests.extension.own_pictures"),
+        format="arrays compressed=true",
+        exported="arrays.npz",
+        slow=("train", "resume", "sample", "evaluate", "one_step"),
+    ),
     "own degradation": guest(
         "own_degradation",
         f"--dataset squares {UNET} --degrade Posterised:3",
         calls=("sample", "export"),
         preview_is_grid=False,  # it shows the sources beside the samples
-        export="--format page cannot apply Posterised",
+        export="a page cannot apply Posterised",
     ),
 }
 

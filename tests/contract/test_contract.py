@@ -89,9 +89,9 @@ def test_it_is_evaluated(runs: Runs, tmp_path: Path) -> None:
 
 @kinds("export")
 def test_it_is_exported_or_a_sentence_says_why_not(runs: Runs, tmp_path: Path) -> None:
-    refusal = runs.call("export.py", "--format page", tmp_path, quick_program)
+    refusal = runs.call("export.py", f"--format {runs.kind.format}", tmp_path, quick_program)
     assert (runs.kind.export in refusal) if runs.kind.export else not refusal, refusal
-    assert (tmp_path / "index.html").exists() == (not runs.kind.export)
+    assert (tmp_path / runs.kind.exported).exists() == (not runs.kind.export)
 
 
 @kinds("one_step")

@@ -6,9 +6,11 @@ import wave
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 
+from rectified_flow.load import load_flow
 from tests.contract.kinds import KINDS, SCHEDULE, Runs, words
 from tests.extension.own_sounds import read_sound
 from tests.programs import assert_refused, program
@@ -16,7 +18,7 @@ from tests.ranks import run_on_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 GUESTS = {name: kind for name, kind in KINDS.items() if kind.imports}
-UNNAMED = ("own pictures", "own optimizer", "own metric")
+UNNAMED = ("own pictures", "own optimizer", "own metric", "own format")
 """Guests that no checkpoint names, so that sampling works without them."""
 
 
@@ -27,7 +29,12 @@ def test_the_table_of_the_documentation_has_these_parts() -> None:
     assert table is not None
     rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in table[1].strip().splitlines()[2:]]
     flags = {guest: flag.split("`")[1] for *_, flag, files in rows for guest in re.findall(r"\[(\w+)\.py\]", files)}
-    words = {kind.imports[0].split(".")[-1]: f"{kind.flags} --metric {kind.metrics}" for kind in GUESTS.values()}
+    words = {
+        kind.imports[0].split(".")[-1]: f"{kind.flags} --metric {kind.metrics} --format {kind.format}".replace(
+            "--format page", ""
+        )
+        for kind in GUESTS.values()
+    }
     assert flags.keys() == words.keys()
     assert [guest for guest, flag in flags.items() if f"{flag} " not in words[guest]] == []
 
@@ -68,6 +75,28 @@ def test_ways_of_sampling_that_it_does_not_have_are_refused(
     runs = kind_runs(name)
     Image.new("RGB", (8, 8)).save(runs.data / "start.png")
     assert bool(runs.call("sample.py", f"--num_samples 2 {flags}", tmp_path)) == refused
+
+
+def test_a_format_has_its_own_options_and_no_others(kind_runs: Callable[[str], Runs], tmp_path: Path) -> None:
+    runs = kind_runs("own format")
+    sizes = []
+    for flags in ("", "compressed=true"):
+        assert runs.call("export.py", f"--format arrays {flags}", tmp_path / (flags or "plain")) == ""
+        sizes.append((tmp_path / (flags or "plain") / "arrays.npz").stat().st_size)
+    with np.load(tmp_path / "plain/arrays.npz") as arrays:
+        expected = load_flow(runs.one).network.state_dict()
+        assert {name: arrays[name].tolist() for name in arrays} == {
+            name: each.tolist() for name, each in expected.items()
+        }
+    assert sizes[1] < sizes[0]
+    for flags, sentence in (
+        ("--format arrays --half", "--half has no effect: arrays has no argument half"),
+        ("--format arrays --open", "--open has no effect: the format arrays has no page"),
+        ("--format arrays half=true", "arrays takes KEY=VALUE"),
+        ("--format array", "--format array is not registered: choose arrays or onnx or page"),
+    ):
+        assert sentence in runs.call("export.py", flags, tmp_path / "refused")
+    assert not (tmp_path / "refused").exists()
 
 
 @pytest.fixture

@@ -3,15 +3,12 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
-from http.server import ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import numpy as np
 
-from rectified_flow.cli.export import QuietHandler
+from rectified_flow.export.serving import serving
 from rectified_flow.flows.flow import Flow, sample_batches
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.solvers import Guidance
@@ -91,15 +88,6 @@ def export_page(flow: Flow, folder: Path) -> Path:
     write(flow, folder)
     call("export.py", "--checkpoint", folder, "--format", "page")
     return folder / "exported"
-
-
-@contextmanager
-def serving(folder: Path, handler: type[QuietHandler] = QuietHandler) -> Iterator[str]:
-    """Serve a page inside the block, and yield its address."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=folder)) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/"
-        server.shutdown()
 
 
 @contextmanager

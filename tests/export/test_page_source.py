@@ -15,9 +15,9 @@ from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.spaces.degradations import Downsample, Mask
 from rectified_flow.spaces.pixels import Pixels
-from tests.cli.browser import UNNAMED, Shown, export_page, looking_at, serving
-from tests.cli.test_export import small
-from tests.cli.test_page import flow_with_conditions
+from tests.export.browser import UNNAMED, Shown, export_page, looking_at, serving
+from tests.export.test_onnx import small
+from tests.export.test_page import flow_with_conditions
 from tests.patience import wait_for
 from tests.programs import call
 

@@ -13,8 +13,9 @@ import pytest
 import torch
 from PIL import Image
 
-from rectified_flow.cli.export import QuietHandler, finished, page_sources
 from rectified_flow.condition import Labels, Number
+from rectified_flow.export.serving import QuietHandler
+from rectified_flow.export.web_page import finished, page_sources
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.solvers import Guidance
@@ -23,8 +24,8 @@ from rectified_flow.networks.unet import Unet
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.text.caption import Caption
 from rectified_flow.text.encoders import BagOfWords
-from tests.cli.browser import HAS_CARD, UNNAMED, Shown, drawn, export_page, looking_at, page_of, serving
-from tests.cli.test_export import small
+from tests.export.browser import HAS_CARD, UNNAMED, Shown, drawn, export_page, looking_at, page_of, serving
+from tests.export.test_onnx import small
 from tests.patience import wait_for
 from tests.test_load import FLOWS
 from tests.text.tiny_encoder import tiny_encoder
@@ -422,7 +423,7 @@ def test_the_page_works_without_a_network_after_a_visit(browser: Any, rectified:
         shown.page.context.set_offline(False)
         program = {"model.onnx": (rectified.folder / "model.onnx").read_bytes()}
         description = json.loads((rectified.folder / "model.json").read_text())
-        for name, content in finished(page_sources() | program, description | {"changed": True}).items():
+        for name, content in finished(page_sources(), description | {"changed": True}, program).items():
             (rectified.folder / name).write_bytes(content)
         shown.page.reload()
         shown.wait()

@@ -16,8 +16,9 @@ from PIL import Image
 from torch import Tensor, nn
 
 from rectified_flow import randomness
-from rectified_flow.cli.export import NetworkCall, describe, page_sources
 from rectified_flow.condition import Condition, Labels, Picture, with_map
+from rectified_flow.export.call import NetworkCall, describe
+from rectified_flow.export.web_page import page_sources
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow

@@ -1,24 +1,20 @@
-"""Tests of export.py: the exported program returns what the flow returns."""
+"""Tests of the format onnx: the exported program returns what the flow returns."""
 
-import hashlib
 import json
-import re
 import sys
 from collections.abc import Callable
-from http.server import ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
-from urllib.request import urlopen
 
 import pytest
 import torch
 from torch import Tensor
 
-from rectified_flow.cli import export as exporting
-from rectified_flow.cli.export import MODEL_FILE, newest_samples, page_sources
 from rectified_flow.condition import LARGEST, AugmentationLabels, Labels, Number, Picture, with_map
-from rectified_flow.errors import RunError, UsageError
+from rectified_flow.errors import RunError
+from rectified_flow.export import onnx
+from rectified_flow.export.call import MODEL_FILE
+from rectified_flow.export.onnx import load_program
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.flow_map import FlowMap
 from rectified_flow.flows.mean import MeanFlow
@@ -32,7 +28,7 @@ from rectified_flow.system.outputs import LOCK, RECORD
 from rectified_flow.text.caption import Caption
 from rectified_flow.text.encoders import BagOfWords
 from tests.extension.own_autoencoder import Haar
-from tests.programs import call, stand_in
+from tests.programs import call
 from tests.test_load import FLOWS, write
 from tests.text.tiny_encoder import tiny_encoder
 
@@ -58,7 +54,7 @@ def written(flow: Flow, folder: Path, *flags: str) -> tuple[Callable[..., Tensor
     content = (folder / "exported" / MODEL_FILE).read_bytes()
     for path in (ROOT, sys.prefix):
         assert str(path).encode() not in content, "a path of this machine"
-    loaded = exporting.load_program(content)
+    loaded = load_program(content)
     return lambda **inputs: loaded(inputs)[0], json.loads((folder / "exported/model.json").read_text())
 
 
@@ -69,17 +65,10 @@ def test_latents_have_a_decoder_beside_the_network(tmp_path: Path) -> None:
     _, description = written(flow, tmp_path, "--format", "page")
     assert description["hash"] == model_hash(flow), "which a download of the page names"
     assert description["decoder"] == {"file": "decoder.onnx", "shape": [3, 8, 8]}
-    decode = exporting.load_program((tmp_path / "exported/decoder.onnx").read_bytes())
+    decode = load_program((tmp_path / "exported/decoder.onnx").read_bytes())
     x = torch.randn(3, 12, 4, 4)
     [pictures] = decode({"x": x})
     assert torch.allclose(pictures.add(1).div(2).clamp(0, 1), space.decode(x), atol=1e-5)
-
-
-def export_page(folder: Path, *flags: str) -> None:
-    """Export a page with a placeholder program, since the page and its upload do not depend on the program."""
-    write(RectifiedFlow(small(), space=Pixels((3, 8, 8))), folder)
-    with stand_in():
-        call("export.py", "--checkpoint", folder, "--format", "page", *flags)
 
 
 @torch.no_grad()
@@ -197,15 +186,6 @@ def test_captions_numbers_and_labels_are_inputs_under_their_names(tmp_path: Path
     assert (differences > 1e-3).tolist() == [True, True, True, False], "they matter"
 
 
-def test_a_page_needs_a_control_for_each_condition(monkeypatch: pytest.MonkeyPatch) -> None:
-    network = small(text=Caption(BagOfWords(("red",)), 1, 0, ("red",)))
-    call = exporting.NetworkCall(RectifiedFlow(network, space=Pixels((3, 8, 8))))
-    exporting._check_page(call)
-    monkeypatch.setattr(BagOfWords, "exported", lambda _encoder: None)
-    with pytest.raises(UsageError, match="--format page has no control for the condition text: pass --format onnx"):
-        exporting._check_page(call)
-
-
 @torch.no_grad()
 @pytest.mark.slow
 @pytest.mark.parametrize("half", [False, True])
@@ -221,7 +201,7 @@ def test_a_text_encoder_is_exported_beside_the_model(
     described: dict[str, Any] = said["conditions"][0]  # type: ignore[index]
     assert described["encoder"] == {"kind": "program", **files, "most_tokens": 12, "pools": False}
     texts = ["Two red flowers, and a cat", "cat"]
-    encode = exporting.load_program((tmp_path / "exported/text_encoder.onnx").read_bytes())
+    encode = load_program((tmp_path / "exported/text_encoder.onnx").read_bytes())
     vectors, hidden = encode(encoder.tokenize(texts))
     expected = encoder.encode(texts, hidden.shape[1])
     largest = 2e-2 if half else 1e-5
@@ -240,79 +220,8 @@ def test_a_program_that_differs_is_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, returned: float
 ) -> None:
     write(RectifiedFlow(small(), space=Pixels((3, 8, 8))), tmp_path)
-    monkeypatch.setattr(exporting, "to_onnx", lambda *_arguments, **_flags: b"")
-    monkeypatch.setattr(exporting, "load_program", lambda _content: lambda inputs: [returned * inputs["x"]])
+    monkeypatch.setattr(onnx, "to_onnx", lambda *_arguments, **_flags: b"")
+    monkeypatch.setattr(onnx, "load_program", lambda _content: lambda inputs: [returned * inputs["x"]])
     with pytest.raises(RunError, match=r"the program differs from the flow by .* more than 0.0001"):
         call("export.py", "--checkpoint", tmp_path)
     assert {path.name for path in (tmp_path / "exported").iterdir()} == {RECORD, LOCK}
-
-
-def test_a_page_has_the_pinned_packages_unpacked_and_their_licences() -> None:
-    files = page_sources()
-    for folder, package, licence, notices in (
-        ("ort", "onnxruntime-web", "MIT License", ["ThirdPartyNotices.txt"]),
-        ("tokenizers", "@huggingface/tokenizers", "Apache License", []),
-    ):
-        unpacked = {Path(name).name: content for name, content in files.items() if name.startswith(f"{folder}/")}
-        version, *pinned = unpacked["VERSION"].decode().splitlines()
-        hashes = {name: digest for digest, name in (line.split() for line in pinned)}
-        assert version.startswith(f"{package} ")
-        assert unpacked.keys() == {"LICENSE", "VERSION", *notices, *hashes}
-        for name, digest in hashes.items():
-            assert hashlib.sha256(unpacked[name]).hexdigest() == digest
-        assert licence in unpacked["LICENSE"].decode()
-    assert len(files["ort/ThirdPartyNotices.txt"]) > 300_000
-
-
-def test_servers_know_the_type_of_every_module_of_a_page() -> None:
-    """Stock nginx sends .mjs as application/octet-stream, which browsers refuse as a module."""
-    files = page_sources()
-    assert not [name for name in files if name.endswith(".mjs")]
-    for name, content in files.items():
-        imports = re.findall(rb"""(?:from |import\(?|src=|module: )"(\./[^"]+|[\w-]+\.js)\"""", content)
-        folder = Path(name).parent if name.count("/") == 0 else Path()
-        assert {str(folder / each.decode().removeprefix("./")) for each in imports} <= files.keys(), name
-
-
-def test_the_newest_samples_are_the_thumbnail_of_a_page(tmp_path: Path) -> None:
-    assert newest_samples(tmp_path) is None
-    assert b"og:title" in page_sources()["index.html"]
-    assert b"thumbnail" not in page_sources()["index.html"]
-    (tmp_path / "samples").mkdir()
-    for step in (900, 1000):
-        (tmp_path / f"samples/step_{step:08d}.png").write_text(f"samples of step {step}")
-    files = page_sources(newest_samples(tmp_path))
-    assert files["thumbnail.png"] == b"samples of step 1000"
-    assert b'<meta property="og:image" content="thumbnail.png">' in files["index.html"]
-
-
-def test_an_export_shows_its_progress_and_a_page_has_a_version(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    export_page(tmp_path)
-    said = capfd.readouterr().err
-    assert "converting the flow" in said
-    exported = tmp_path / "exported"
-    assert (exported / "offline.js").read_text().startswith('const VERSION = "')
-    sizes = json.loads((exported / "model.json").read_text())["sizes"]
-    assert {"model.onnx", "ort/ort-wasm-simd-threaded.wasm"} < sizes.keys()
-    assert all((exported / name).stat().st_size == size for name, size in sizes.items())
-
-
-def test_the_page_is_served_and_opened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    opened: list[str] = []
-    contents: list[bytes] = []
-
-    def visit(server: ThreadingHTTPServer) -> None:
-        visitor = Thread(target=lambda: contents.append(urlopen(f"{opened[0]}/model.json").read()))
-        visitor.start()
-        server.handle_request()
-        visitor.join()
-
-    monkeypatch.setattr("webbrowser.open", opened.append)
-    monkeypatch.setattr(ThreadingHTTPServer, "serve_forever", visit)
-    export_page(tmp_path, "--open")
-    assert contents == [(tmp_path / "exported/model.json").read_bytes()]
-    assert f"server      {opened[0]}, until Ctrl-C" in capsys.readouterr().out

@@ -1,0 +1,8 @@
+"""Export: a trained flow in the formats of other software, as an ONNX program or as a web page.
+
+A format is a function with the role ``format``, see :class:`rectified_flow.export.format.Export`.
+"""
+
+from rectified_flow.export import onnx, web_page
+
+__all__ = ["onnx", "web_page"]

@@ -1,0 +1,109 @@
+"""Tests of the files of an exported page, of its check and of serving it."""
+
+import hashlib
+import json
+import re
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from urllib.request import urlopen
+
+import pytest
+
+from rectified_flow.errors import UsageError
+from rectified_flow.export.call import NetworkCall
+from rectified_flow.export.web_page import check_page, newest_samples, page_sources
+from rectified_flow.flows.rectified import RectifiedFlow
+from rectified_flow.spaces.pixels import Pixels
+from rectified_flow.text.caption import Caption
+from rectified_flow.text.encoders import BagOfWords
+from tests.export.test_onnx import small
+from tests.programs import call, stand_in
+from tests.test_load import write
+
+
+def export_page(folder: Path, *flags: str) -> None:
+    """Export a page with a placeholder program, since the page and its upload do not depend on the program."""
+    write(RectifiedFlow(small(), space=Pixels((3, 8, 8))), folder)
+    with stand_in():
+        call("export.py", "--checkpoint", folder, "--format", "page", *flags)
+
+
+def test_a_page_needs_a_control_for_each_condition(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = small(text=Caption(BagOfWords(("red",)), 1, 0, ("red",)))
+    call = NetworkCall(RectifiedFlow(network, space=Pixels((3, 8, 8))))
+    check_page(call)
+    monkeypatch.setattr(BagOfWords, "exported", lambda _encoder: None)
+    with pytest.raises(UsageError, match="a page has no control for the condition text: choose the format onnx"):
+        check_page(call)
+
+
+def test_a_page_has_the_pinned_packages_unpacked_and_their_licences() -> None:
+    files = page_sources()
+    for folder, package, licence, notices in (
+        ("ort", "onnxruntime-web", "MIT License", ["ThirdPartyNotices.txt"]),
+        ("tokenizers", "@huggingface/tokenizers", "Apache License", []),
+    ):
+        unpacked = {Path(name).name: content for name, content in files.items() if name.startswith(f"{folder}/")}
+        version, *pinned = unpacked["VERSION"].decode().splitlines()
+        hashes = {name: digest for digest, name in (line.split() for line in pinned)}
+        assert version.startswith(f"{package} ")
+        assert unpacked.keys() == {"LICENSE", "VERSION", *notices, *hashes}
+        for name, digest in hashes.items():
+            assert hashlib.sha256(unpacked[name]).hexdigest() == digest
+        assert licence in unpacked["LICENSE"].decode()
+    assert len(files["ort/ThirdPartyNotices.txt"]) > 300_000
+
+
+def test_servers_know_the_type_of_every_module_of_a_page() -> None:
+    """Stock nginx sends .mjs as application/octet-stream, which browsers refuse as a module."""
+    files = page_sources()
+    assert not [name for name in files if name.endswith(".mjs")]
+    for name, content in files.items():
+        imports = re.findall(rb"""(?:from |import\(?|src=|module: )"(\./[^"]+|[\w-]+\.js)\"""", content)
+        folder = Path(name).parent if name.count("/") == 0 else Path()
+        assert {str(folder / each.decode().removeprefix("./")) for each in imports} <= files.keys(), name
+
+
+def test_the_newest_samples_are_the_thumbnail_of_a_page(tmp_path: Path) -> None:
+    assert newest_samples(tmp_path) is None
+    assert b"og:title" in page_sources()["index.html"]
+    assert b"thumbnail" not in page_sources()["index.html"]
+    (tmp_path / "samples").mkdir()
+    for step in (900, 1000):
+        (tmp_path / f"samples/step_{step:08d}.png").write_text(f"samples of step {step}")
+    files = page_sources(newest_samples(tmp_path))
+    assert files["thumbnail.png"] == b"samples of step 1000"
+    assert b'<meta property="og:image" content="thumbnail.png">' in files["index.html"]
+
+
+def test_an_export_shows_its_progress_and_a_page_has_a_version(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    export_page(tmp_path)
+    said = capfd.readouterr().err
+    assert "converting the flow" in said
+    exported = tmp_path / "exported"
+    assert (exported / "offline.js").read_text().startswith('const VERSION = "')
+    sizes = json.loads((exported / "model.json").read_text())["sizes"]
+    assert {"model.onnx", "ort/ort-wasm-simd-threaded.wasm"} < sizes.keys()
+    assert all((exported / name).stat().st_size == size for name, size in sizes.items())
+
+
+def test_the_page_is_served_and_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    opened: list[str] = []
+    contents: list[bytes] = []
+
+    def visit(server: ThreadingHTTPServer) -> None:
+        visitor = Thread(target=lambda: contents.append(urlopen(f"{opened[0]}/model.json").read()))
+        visitor.start()
+        server.handle_request()
+        visitor.join()
+
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    monkeypatch.setattr(ThreadingHTTPServer, "serve_forever", visit)
+    export_page(tmp_path, "--open")
+    assert contents == [(tmp_path / "exported/model.json").read_bytes()]
+    assert f"server      {opened[0]}, until Ctrl-C" in capsys.readouterr().out
