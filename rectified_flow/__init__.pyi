@@ -2,6 +2,7 @@
 
 from rectified_flow.condition import Labels as Labels
 from rectified_flow.condition import Picture as Picture
+from rectified_flow.data.degraded import Degraded as Degraded
 from rectified_flow.data.open import OxfordFlowersDataset as OxfordFlowersDataset
 from rectified_flow.data.open import open_dataset as open_dataset
 from rectified_flow.data.sources import ImageSource as ImageSource

@@ -11,6 +11,7 @@ import torch
 from typing_extensions import TypeVar
 
 from rectified_flow.errors import UsageError
+from rectified_flow.flags import choose_named, flags_in
 from rectified_flow.flows import mean, rectified  # noqa: F401  they register the flows
 from rectified_flow.flows.flow import Flow, network_of
 from rectified_flow.networks import unet  # noqa: F401  it registers the network
@@ -19,6 +20,7 @@ from rectified_flow.runs import checkpoint
 from rectified_flow.runs.checkpoint import FLOW_FILE, RunIdentity
 from rectified_flow.runs.config import CHECKPOINTS
 from rectified_flow.runs.folder import read_config
+from rectified_flow.spaces.degradations import Degradation
 from rectified_flow.system.artifact import read_manifest
 from rectified_flow.system.files import read_document
 
@@ -68,6 +70,12 @@ class Trained:
     def run_folder(self) -> Path:
         """The folder of the run that wrote the checkpoint."""
         return self.source.parent.parent if self.source.parent.name == CHECKPOINTS else self.source.parent
+
+    @property
+    def degradation(self) -> Degradation | None:
+        """The degradation that made the sources of the training; None if none did."""
+        text = flags_in(self.config).get("degrade")
+        return None if text is None else choose_named("degrade", Degradation, text)
 
     def __str__(self) -> str:
         millions = sum(parameter.numel() for parameter in self.flow.parameters()) / 1e6

@@ -11,7 +11,7 @@ from accelerate.utils import set_seed
 from torch import nn
 
 from rectified_flow.cli.config import Method, ModelConfig, NetworkConfig, SamplingConfig, SolverConfig, TrainConfig
-from rectified_flow.cli.data import build_space, choose_degradation
+from rectified_flow.cli.data import build_space
 from rectified_flow.condition import ConditionSpecs, Picture, chosen
 from rectified_flow.distributed import check_equal, join_processes, on_main
 from rectified_flow.errors import UsageError
@@ -161,7 +161,6 @@ def build_flow(config: TrainConfig, conditions: ConditionSpecs, space: Space | N
     arguments: dict[str, Any] = {}
     if source.is_given:
         arguments = {"from_source": source.as_start, "source_noise": source.source_noise}
-        arguments["degradation"] = choose_degradation(source.degrade)
         if not arguments.keys() <= parameters_of(flow.target).keys():
             name = "degrade" if source.source_path is None else "source_path"
             raise UsageError(f"--{name} has no effect: {flow.target.__name__} generates pictures from noise only")

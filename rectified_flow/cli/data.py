@@ -10,6 +10,7 @@ from torch.utils.data import Dataset
 
 from rectified_flow.condition import ConditionSpecs, Labels, WrittenCondition
 from rectified_flow.data.config import ColumnConfig, DataConfig, RunData, SourceConfig
+from rectified_flow.data.degraded import Degraded
 from rectified_flow.data.metadata import Column, identity_of
 from rectified_flow.data.open import find_columns, find_source, open_dataset, open_images, reader_of, space_of_folder
 from rectified_flow.data.sources import ImageSource
@@ -98,6 +99,12 @@ def add_source(pictures: ImageDataset, data: DataConfig, flags: SourceConfig) ->
     if not flags.paired:
         return pictures.changed(source=source, seed=data.data_seed or 0)
     return pair_by_name(pictures, source, skip_unpaired=data.skip_broken_images)
+
+
+def add_degradation(dataset: Any, degrade: str | None, space: Space, seed: int) -> Any:
+    """Return a dataset with degraded data as the sources of its items, if ``--degrade`` is given."""
+    degradation = choose_degradation(degrade)
+    return dataset if degradation is None else Degraded(dataset, degradation, space, seed)
 
 
 def add_columns(

@@ -182,8 +182,9 @@ class _Generator:
             shape = (len(numbers), *(space.shape or ()))
             # Not the noise of samples with this seed, from which a trained map would be shown what it was trained on.
             noise = randomness.randn("teacher's noise", shape, self.device).half().float()  # rounded as it is stored
-            pictures = [self.picture_of[number] for number in numbers]
-            given: dict[str, Any] = conditions_of(self.teacher, self.pictures, pictures, self.recipe.seed, numbers)
+            # In an epoch of its own, a row has random draws of its own for its source and its caption.
+            pictures = [self.picture_of[number] + number * len(self.pictures) for number in numbers]
+            given: dict[str, Any] = conditions_of(self.teacher, self.pictures, pictures)
             x = self.teacher.sample(
                 noise=noise,
                 steps=self.recipe.steps,

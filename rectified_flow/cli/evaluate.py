@@ -9,7 +9,7 @@ from tqdm.auto import tqdm
 
 from rectified_flow.cli.build import guidance_of, open_trained
 from rectified_flow.cli.config import EvaluateConfig, MeasureConfig, TrainConfig
-from rectified_flow.cli.data import check_conditions, divided, find_data, open_data
+from rectified_flow.cli.data import add_degradation, check_conditions, divided, find_data, open_data
 from rectified_flow.cli.record import config_in
 from rectified_flow.data.sources import ImageSource
 from rectified_flow.data.store import ImageDataset
@@ -108,8 +108,10 @@ def real_data(
     config = replaced(config, {name: path for name, path in places.items() if path is not None})
     found = find_data(config.data)
     if not isinstance(found, ImageSource):
-        return RenderedItems(found, trained.flow.space, name_of(config.data.dataset)), None, None
+        items = add_degradation(found, config.source.degrade, trained.flow.space, config.data.data_seed or 0)
+        return RenderedItems(items, trained.flow.space, name_of(config.data.dataset)), None, None
     pictures = open_data(config.run_data, found, trained.flow.conditions)
+    pictures = add_degradation(pictures, config.source.degrade, trained.flow.space, config.data.data_seed or 0)
     training, held_out = divided(pictures, config.data)
     if held_out is None or config.teacher.teacher is not None:  # a teacher's run learns no velocity on pictures
         return training, held_out, None

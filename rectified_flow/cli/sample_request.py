@@ -15,6 +15,7 @@ from torchvision.transforms.functional import pil_to_tensor
 
 from rectified_flow.cli.config import PicturesConfig
 from rectified_flow.condition import Labels, WrittenCondition, example_texts, read_written, written
+from rectified_flow.data.degraded import degraded
 from rectified_flow.data.sources.folder import find_files
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.evaluation.evaluator import AT_ONCE, render_sources
@@ -22,8 +23,9 @@ from rectified_flow.flags import refuse
 from rectified_flow.flows.flow import SOURCE, Flow
 from rectified_flow.load import Trained
 from rectified_flow.randomness import Samples, deterministic
-from rectified_flow.spaces.degradations import Mask
+from rectified_flow.spaces.degradations import Degradation
 from rectified_flow.spaces.medium import PREVIEW, Medium
+from rectified_flow.spaces.space import Space
 from rectified_flow.system.files import read_lines
 from rectified_flow.system.pictures import fit, open_picture, upright_size
 from rectified_flow.system.terminal import size_text
@@ -83,7 +85,7 @@ def read_request(flags: PicturesConfig, trained: Trained, options: dict[str, Any
 
 def _from_pictures(path: Path, flags: PicturesConfig, trained: Trained, options: dict[str, Any]) -> SampleRequest:
     """Return the variations, translations or inpainted versions of the pictures at ``path``."""
-    flow, space, degradation = trained.flow, trained.flow.space, trained.flow.degradation
+    flow, space, degradation = trained.flow, trained.flow.space, trained.degradation
     _check_translation(flags, trained)
     translates = flow.takes_source or flags.mask is not None
     files = find_inputs(path, space.medium)[: flags.num_samples or (None if translates else NUM_SAMPLES)]
@@ -94,7 +96,7 @@ def _from_pictures(path: Path, flags: PicturesConfig, trained: Trained, options:
         start = {"start": seen, "strength": flags.strength or STRENGTH}
         return SampleRequest(_numbered([""] * (flags.num_samples or NUM_SAMPLES)), options | start)
     if degradation is not None and (flags.degrade or degradation.is_projection):
-        seen = _degraded(flow, seen, flags.seed)
+        seen = _degraded(seen, degradation, space, flags.seed)
     elif mask is not None and flow.takes_source:
         seen = space.to_stored(space.encode(seen).masked_fill(mask, torch.nan), exact=True)
     shown = render_sources(flow, seen[:GRID_PICTURES])
@@ -114,24 +116,24 @@ def _check_translation(flags: PicturesConfig, trained: Trained) -> None:
     needed = "start" if flags.mask is None else "mask"
     takes_pictures = flow.takes_source or needed in inspect.signature(flow.sample).parameters
     refuse({"from_images": not (takes_pictures and flow.space.medium.input_suffixes)}, reason)
-    paints = isinstance(flow.degradation, Mask)
+    degradation = trained.degradation
+    paints = degradation is not None and degradation.leaves_holes
     is_random = not flow.from_source or flow.source_noise > 0 or paints
     works = {
-        "degrade": flow.degradation is not None,
+        "degrade": degradation is not None,
         "strength": not flow.takes_source,
-        "mask": paints if flow.takes_source else flow.degradation is None,
+        "mask": paints or not flow.takes_source,
         "variants": flags.mask is not None or (flow.takes_source and is_random),
     }
     refuse({name: getattr(flags, name) != getattr(PicturesConfig, name) and not works[name] for name in works}, reason)
 
 
-def _degraded(flow: Flow, data: Tensor, seed: int) -> Tensor:
-    """Return degraded pictures on the CPU, each by random draws of its own."""
+def _degraded(data: Tensor, degradation: Degradation, space: Space, seed: int) -> Tensor:
+    """Return degraded pictures, each by random draws of its own."""
     parts = []
     for numbers in torch.arange(len(data)).split(AT_ONCE):
-        with deterministic(Samples(seed, numbers.tolist()), flow.device):
-            degraded = flow.conditions_of({}, flow.space.encode(data[numbers].to(flow.device)))[SOURCE]
-            parts.append(flow.space.to_stored(degraded, exact=True).cpu())
+        with deterministic(Samples(seed, numbers.tolist())):
+            parts.append(degraded(data[numbers], degradation, space))
     return torch.cat(parts)
 
 

@@ -12,7 +12,16 @@ from accelerate.utils import set_seed
 from rectified_flow.cli import planning
 from rectified_flow.cli.build import build_flow, choose_flow, choose_network, join
 from rectified_flow.cli.config import UNET, EvaluationConfig, OneStepConfig, TrainConfig, check_outside
-from rectified_flow.cli.data import build_space, check_source, find_data, open_data, split_of, summary_of, with_space
+from rectified_flow.cli.data import (
+    add_degradation,
+    build_space,
+    check_source,
+    find_data,
+    open_data,
+    split_of,
+    summary_of,
+    with_space,
+)
 from rectified_flow.cli.distill import DistillationData, open_distilled
 from rectified_flow.cli.plan import MIN_TO_HOLD_OUT, proposed_share
 from rectified_flow.cli.record import check_one_step, resolved
@@ -103,6 +112,7 @@ def train_run(config: TrainConfig) -> bool:
 
     # The flags are final.
     flow = build_flow(config, conditions, with_augmentation(space, config.data.augment))
+    data = add_degradation(data, config.source.degrade, flow.space, config.data.data_seed or 0)
     start_from(config.origin if distilled is None else distilled.teacher, config.run, flow)
     summary: dict[str, object] = {"pictures": summary_of(data)} if has_pictures else {"items": len(data)}
     values = space.medium.summary
@@ -191,7 +201,7 @@ def _callbacks(
     if split is not None:
         callbacks.append(build_heldout_hook(config.run, flags, training, held_out))
         real, unseen = split.divide(data)
-    elif not isinstance(data, ImageDataset):
+    elif not hasattr(data, "read_pictures"):  # items of a registered dataset
         real = RenderedItems(data, flow.space, name_of(config.data.dataset))
     if flags.evaluate_every:
         count, seed = flags.evaluation_samples, config.run.seed

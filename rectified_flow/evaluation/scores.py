@@ -131,7 +131,7 @@ def agreement(comparison: Comparison) -> dict[str, float]:
     dataset, held_out, count = evaluator.dataset, evaluator.held_out, min(evaluator.num_samples, MAX_SAMPLES)
     data = dataset if held_out is None else held_out
     rows = evaluator.order(data, count)
-    asked = conditions_of(flow, data, rows, evaluator.seed)
+    asked = conditions_of(flow, data, rows)
     if held_out is not None and not flow.takes_source:  # from sources, they were generated with these conditions
         how = {**comparison.options, "conditions": asked}
         generated = map_over_ranks(evaluator.state, count, lambda some: evaluator.sample_features(flow, some, **how))

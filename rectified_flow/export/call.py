@@ -12,7 +12,7 @@ from rectified_flow.flows.flow_map import FlowMap
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.load import solver_name
 from rectified_flow.registry import describe as describe_part
-from rectified_flow.spaces.degradations import Mask
+from rectified_flow.spaces.degradations import Degradation
 
 UNKNOWN = "unknown"
 MODEL_FILE, DECODER_FILE = "model.onnx", "decoder.onnx"
@@ -87,8 +87,13 @@ def _example_of(kind: WrittenCondition, count: int) -> Tensor:
     return values.nan_to_num(LARGEST)
 
 
-def describe(call: NetworkCall) -> dict[str, Any]:
-    """Return the contents of ``model.json``: the inputs and output of the program, and the settings of sampling."""
+def describe(call: NetworkCall, degradation: Degradation | None = None) -> dict[str, Any]:
+    """Return the contents of ``model.json``: the inputs and output of the program, and the settings of sampling.
+
+    Args:
+        call: the program.
+        degradation: the degradation that made the sources of the training, if one did.
+    """
     flow = call.flow
     return {
         "file": MODEL_FILE,
@@ -111,8 +116,8 @@ def describe(call: NetworkCall) -> dict[str, Any]:
         "source": {
             "as": "start" if flow.from_source else "condition",
             "noise": flow.source_noise,
-            "degradation": None if flow.degradation is None else describe_part(flow.degradation),
-            "paints": isinstance(flow.degradation, Mask),
+            "degradation": None if degradation is None else describe_part(degradation),
+            "paints": degradation is not None and degradation.leaves_holes,
         }
         if flow.takes_source
         else None,

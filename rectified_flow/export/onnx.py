@@ -34,7 +34,7 @@ def onnx(trained: Trained, *, half: bool = False) -> Export:
         half: store matrices and convolutions in float16.
     """
     call = NetworkCall(trained.flow)
-    return programs(call, describe(call), half=half)
+    return programs(call, describe(call, trained.degradation), half=half)
 
 
 def programs(call: NetworkCall, description: Mapping[str, Any], *, half: bool) -> Export:

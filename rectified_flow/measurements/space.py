@@ -193,11 +193,12 @@ class Fields(Space):
 
     @override
     def augment(self, data: Tensor) -> tuple[Tensor, Values]:
+        unknown = data.is_floating_point()  # degraded sources may have unknown values where the data have none
         data = cropped(data.float(), self.shape, at_random=True)
         data = mirrored(data) if self.horizontal_flip else data
         if not self.augmentation:
             return data, {}
-        x, numbers = augmented(self.encode(data), self.augmentation, colours=False, has_missing=self.has_missing)
+        x, numbers = augmented(self.encode(data), self.augmentation, colours=False, has_missing=unknown)
         return self.decode(x), {"augmentation": numbers}
 
     @override

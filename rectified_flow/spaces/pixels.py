@@ -38,7 +38,6 @@ class Pixels(Space):
     def __init__(self, shape: Shape | None = None, *, horizontal_flip: bool = False, augmentation: float = 0.0) -> None:
         self.shape = None if shape is None else tuple(shape)
         self.horizontal_flip, self.augmentation = horizontal_flip, augmentation
-        self._sides = None if self.shape is None else self.shape[-2:]
 
     @classmethod
     @override
@@ -52,16 +51,18 @@ class Pixels(Space):
 
     @override
     def augment(self, data: Tensor) -> tuple[Tensor, Values]:
-        data = cropped(data, self._sides, at_random=True)
+        data = cropped(data, self.shape, at_random=True)
         data = mirrored(data) if self.horizontal_flip else data
         if not self.augmentation:
             return data, {}
-        x, numbers = augmented(self.encode(data), self.augmentation)
+        # Sources are floating point, and may have unknown pixels.
+        unknown = data.is_floating_point()
+        x, numbers = augmented(self.encode(data), self.augmentation, has_missing=unknown)
         return x, {"augmentation": numbers}
 
     @override
     def encode(self, data: Tensor) -> Tensor:
-        data = cropped(data, self._sides)
+        data = cropped(data, self.shape)
         return data.float() / 127.5 - 1 if data.dtype == torch.uint8 else data.float()
 
     @override

@@ -115,6 +115,13 @@ def with_augmentation(space: S, probability: float) -> S:
     return changed
 
 
+def with_shape(space: S, shape: Sequence[int]) -> S:
+    """Return a space for data of another shape, which it does not crop."""
+    changed = copy(space)
+    changed.shape = tuple(shape)
+    return changed
+
+
 def variant_conditions(space: Space) -> ConditionSpecs:
     """Return the conditions by which :meth:`Space.augment` describes its variants; the network must take them."""
     return {"augmentation": AugmentationLabels(NUMBERS)} if space.augmentation else {}

@@ -316,7 +316,7 @@ def draw_preview(
     count, columns, conditions, texts = config.num_samples, None, dict[str, Tensor](), None
     if getattr(flow, "takes_source", False) or getattr(data, "columns", None):
         count = min(count, len(data))
-        conditions = how["conditions"] = conditions_of(flow, data, range(count), config.seed)
+        conditions = how["conditions"] = conditions_of(flow, data, range(count))
         if SOURCE in conditions:
             columns = PAIRS * 2
         else:

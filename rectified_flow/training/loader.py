@@ -96,8 +96,7 @@ def checked(batches: Iterator[Batch], flow: nn.Module, report: Callable[[str], o
     problem = None if space is None else space.medium.problem_with(first)
     if problem is not None:
         report(f"warning: {problem}")
-    made = {SOURCE} if getattr(flow, "degradation", None) is not None else set()
-    missing = ", ".join(name for name in chosen(getattr(flow, "conditions", {})) if name not in {*first, *made})
+    missing = ", ".join(name for name in chosen(getattr(flow, "conditions", {})) if name not in first)
     if missing:
         report(f"warning: the network takes {missing}, which the data do not have: it is trained without")
     return chain([first], batches)
