@@ -2,6 +2,7 @@
 
 from rectified_flow.condition import Labels as Labels
 from rectified_flow.condition import Picture as Picture
+from rectified_flow.data.degraded import Degraded as Degraded
 from rectified_flow.data.open import OxfordFlowersDataset as OxfordFlowersDataset
 from rectified_flow.data.open import open_dataset as open_dataset
 from rectified_flow.data.sources import ImageSource as ImageSource
@@ -27,7 +28,10 @@ from rectified_flow.networks.unet import Unet as Unet
 from rectified_flow.registry import register as register
 from rectified_flow.runs.config import TrainingConfig as TrainingConfig
 from rectified_flow.spaces.degradations import Degradation as Degradation
+from rectified_flow.spaces.medium import Medium as Medium
+from rectified_flow.spaces.pictures import Pictures as Pictures
 from rectified_flow.spaces.pixels import Pixels as Pixels
+from rectified_flow.spaces.space import DataFacts as DataFacts
 from rectified_flow.spaces.space import Space as Space
 from rectified_flow.training.evaluations import Callback as Callback
 from rectified_flow.training.evaluations import EvaluationHook as EvaluationHook

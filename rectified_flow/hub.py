@@ -9,7 +9,6 @@ from typing import Any
 
 from huggingface_hub import HfApi, ModelCard, ModelCardData, snapshot_download
 
-from rectified_flow.data.description import described_data
 from rectified_flow.flags import plain, refuse, rules_of
 from rectified_flow.flows.flow import Flow, network_of
 from rectified_flow.load import Trained, build_flow, model_hash, read_results
@@ -111,7 +110,7 @@ def model_card(flow: Flow, *, metadata: Mapping[str, Any] | None = None, **texts
         template_path=str(CARD_TEMPLATE),
         kind=type(flow).__name__,
         module=module,
-        noun=flow.space.noun,
+        noun=flow.space.medium.noun,
         shape=["b", *(flow.space.shape or ())],
         sources=flow.takes_source,
         conditions=", ".join(f"{name} ({type(kind).__name__.lower()})" for name, kind in flow.conditions.items()),
@@ -124,7 +123,7 @@ def model_card(flow: Flow, *, metadata: Mapping[str, Any] | None = None, **texts
 def card_of_run(trained: Trained, license_name: str | None) -> dict[str, Any]:
     """Return arguments of :func:`model_card` on the data, the training, and the evaluation of the weights."""
     flags, defaults, rules = trained.flags, plain(TrainingConfig()), rules_of(TrainingConfig)
-    data = described_data(trained.config.get("data", {}))
+    data = trained.data
     hub_id = None if data is None else data.hub_id
     model = model_hash(trained.flow)
     results = [

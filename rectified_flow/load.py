@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from typing_extensions import TypeVar
 
+from rectified_flow.data.description import RunData, described_data
 from rectified_flow.errors import UsageError
 from rectified_flow.flows import mean, rectified  # noqa: F401  they register the flows
 from rectified_flow.flows.flow import Flow, network_of
@@ -19,6 +21,7 @@ from rectified_flow.runs import checkpoint
 from rectified_flow.runs.checkpoint import FLOW_FILE, RunIdentity
 from rectified_flow.runs.config import CHECKPOINTS
 from rectified_flow.runs.folder import read_config
+from rectified_flow.spaces.degradations import Degradation
 from rectified_flow.system.artifact import read_manifest
 from rectified_flow.system.files import read_document
 
@@ -78,6 +81,16 @@ class Trained:
     def run_folder(self) -> Path:
         """The folder of the run that wrote the checkpoint."""
         return self.source.parent.parent if self.source.parent.name == CHECKPOINTS else self.source.parent
+
+    @cached_property
+    def data(self) -> RunData | None:
+        """The description of the data of the run; None if its ``config.json`` has none that can be opened."""
+        return described_data(self.config.get("data", {}))
+
+    @property
+    def degradation(self) -> Degradation | None:
+        """The degradation that made the sources of the training; None if none did."""
+        return None if self.data is None else self.data.degradation
 
     def __str__(self) -> str:
         millions = sum(parameter.numel() for parameter in self.flow.parameters()) / 1e6

@@ -110,7 +110,9 @@ def build(description: Mapping[str, Any]) -> Any:
     kind = _REGISTERED[None].get(name)
     if kind is None:
         raise UsageError(f"the kind {name} is not registered: pass --import MODULE to register it")
-    arguments = {key: _built(value) for key, value in description.items() if key != "kind"}
+    known = parameters_of(kind)  # an argument of an older version that was left out there has no effect
+    given = {key: value for key, value in description.items() if key in known or value is not None}
+    arguments = {key: _built(value) for key, value in given.items() if key != "kind"}
     try:
         _check_arguments(kind, arguments)
         return kind(**arguments)
@@ -133,7 +135,7 @@ def parameters_of(target: Callable[..., Any]) -> dict[str, inspect.Parameter]:
             hints = get_type_hints(function, include_extras=True)
         parameters = inspect.signature(function).parameters.values()
         for each in parameters:
-            if each.name != "self" and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD):
+            if each.name != "self" and each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY):
                 found.setdefault(each.name, each.replace(annotation=hints.get(each.name, Any)))
         if all(each.kind is not each.VAR_KEYWORD for each in parameters):
             break

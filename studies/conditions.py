@@ -84,7 +84,7 @@ def measure(
             name.replace(f"{FEATURES}_", ""): float(value) for name, value in numbers.items()
         }
         shown = range(min(SHOWN, len(held_out)))
-        conditions = conditions_of(flow, held_out, shown, row.seed)
+        conditions = conditions_of(flow, held_out, shown)
         [(_, made)] = sample_batches(flow, shown, seed=row.seed, conditions=conditions, **options)
         save_image(made / 255, row.folder / f"guidance {scale:g}.png", nrow=round(SHOWN**0.5), pad_value=1)
     return figures

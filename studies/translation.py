@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torchvision.utils import save_image
 
-from rectified_flow import Evaluator, ImageDataset, Pixels, RectifiedFlow, register
+from rectified_flow import Evaluator, Pixels, RectifiedFlow, register
 from rectified_flow.condition import Picture
+from rectified_flow.data.degraded import Degraded
 from rectified_flow.evaluation import scores  # noqa: F401 -- it registers its score
 from rectified_flow.evaluation.evaluator import Comparison, render_sources
 from rectified_flow.flows.flow import SOURCE, Flow, sample_batches
@@ -56,15 +57,16 @@ class Regression(Flow):
             return self.space.decode(self._predict(start))
 
 
-def open_sides(row: Row, *, paired: bool, degraded: bool) -> tuple[ImageDataset, ImageDataset]:
+def open_sides(row: Row, *, paired: bool, degradation: Degradation | None) -> tuple[Any, Any]:
     """Return the training pictures with their sources, and the held-out pictures with the sources of their names."""
     folder, *names = row.data.split(":")
     begin, end = names or ("google", "fluent")
     target = open_pictures(f"{folder}/{end}", row.image_size)
     held_out = np.arange(len(target)) % HELD_OUT == 0
     seen, unseen = np.flatnonzero(~held_out), np.flatnonzero(held_out)
-    if degraded:
-        return target.subset(seen), target.subset(unseen)
+    if degradation is not None:
+        whole = Degraded(target, degradation, Pixels((3, row.image_size, row.image_size)))
+        return whole.subset(seen), whole.subset(unseen)
     source = open_pictures(f"{folder}/{begin}", row.image_size)
     known = target.changed(source=source, partners=np.arange(len(source)))
     training = known.subset(seen) if paired else target.subset(seen).changed(source=source.subset(seen))
@@ -73,9 +75,8 @@ def open_sides(row: Row, *, paired: bool, degraded: bool) -> tuple[ImageDataset,
 
 def train(row: Row, paired: bool, kind: type[Flow], as_condition: bool, settings: dict[str, Any]) -> None:
     """Train a case."""
-    parts = grouped(settings)
-    degraded = parts["flow"].get("degradation") is not None
-    training, _ = open_sides(row, paired=paired, degraded=degraded)
+    parts = grouped({name: value for name, value in settings.items() if name != "degradation"})
+    training, _ = open_sides(row, paired=paired, degradation=settings.get("degradation"))
     shape = (3, row.image_size, row.image_size)
     conditions = {SOURCE: Picture(shape)} if as_condition else {}
     unet = build_unet(row.image_size, conditions=conditions, **parts["network"])
@@ -88,8 +89,7 @@ def train(row: Row, paired: bool, kind: type[Flow], as_condition: bool, settings
 def measure(row: Row, paired: bool, kind: type[Flow], as_condition: bool, settings: dict[str, Any]) -> Figures:
     """Measure the results of held-out sources, and write a sheet of sources, results and targets."""
     del as_condition
-    degraded = "flow_degradation" in settings
-    training, held_out = open_sides(row, paired=paired, degraded=degraded)
+    training, held_out = open_sides(row, paired=paired, degradation=settings.get("degradation"))
     flow = load_trained(row)
     how: dict[str, Any] = {"num_samples": VARIANTS * len(held_out), "seed": row.seed, "held_out": held_out}
     evaluator, figures = Evaluator(training, FEATURES, metrics=("frechet", "kernel", "translation"), **how), {}
@@ -120,7 +120,7 @@ def case(
 
 def degraded(name: str, degradation: Degradation) -> dict[str, Case]:
     """Return the cases of a degradation: as a condition, as a start, and by regression."""
-    how: dict[str, Any] = {"flow_degradation": degradation}
+    how: dict[str, Any] = {"degradation": degradation}
     return {
         f"{name}, condition": case("the lowest distance to the training pictures", as_condition=True, **how),
         f"{name}, start": case("a higher distance, as the start leaves less open", **how),

@@ -234,7 +234,7 @@ HEAVY = {"accelerate", "filelock", "huggingface_hub", "pydantic", "tyro", "psuti
 MODEL_CODE = {
     "from rectified_flow.networks.unet import Unet": 9,
     "from rectified_flow.flows.rectified import RectifiedFlow": 20,
-    "from rectified_flow.flows.mean import MeanFlow": 20,
+    "from rectified_flow.flows.mean import MeanFlow": 21,
 }
 """Import statements, each with the largest number of modules of the package that it may load."""
 

@@ -71,13 +71,15 @@ def flow(request: pytest.FixtureRequest) -> Flow:
     return FLOWS[request.param]()
 
 
-def write(flow: Flow, folder: Path, ema: Flow | None = None) -> Path:
+def write(flow: Flow, folder: Path, ema: Flow | None = None, degrade: str | None = None) -> Path:
+    """Write a checkpoint of a flow, whose run made its sources by ``--degrade``, if that is given."""
     files = {checkpoint.MODEL_FILE: checkpoint.own_weights(flow.network)}
     if ema is not None:
         frozen = {name for name, parameter in ema.network.named_parameters() if not parameter.requires_grad}
         trained = {name: value for name, value in ema.network.state_dict().items() if name not in frozen}
         files[checkpoint.EMA_FILE] = trained
-    return checkpoint.save(folder / "checkpoints", 1, files, {FLOW_FILE: describe(flow)})
+    config = {} if degrade is None else {checkpoint.CONFIG_FILE: {"training": {"degrade": degrade}}}
+    return checkpoint.save(folder / "checkpoints", 1, files, {FLOW_FILE: describe(flow), **config})
 
 
 def test_from_a_checkpoint_or_its_run(flow: Flow, tmp_path: Path) -> None:

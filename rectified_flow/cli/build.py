@@ -19,7 +19,6 @@ from rectified_flow.cli.config import (
     SolverConfig,
     TrainConfig,
 )
-from rectified_flow.cli.data import choose_degradation
 from rectified_flow.condition import ConditionSpecs, Picture, chosen
 from rectified_flow.distributed import check_equal, join_processes, on_main
 from rectified_flow.errors import UsageError
@@ -35,7 +34,7 @@ from rectified_flow.networks.unet import Unet, to_device
 from rectified_flow.parts import Choice, arguments_from, choose, split_part
 from rectified_flow.registry import parameters_of
 from rectified_flow.runs import checkpoint
-from rectified_flow.spaces.space import Space
+from rectified_flow.spaces.space import Space, variant_conditions
 
 CONDITION_DROPOUT = 0.1
 TIMES = {"logit_normal": "LogitNormal", "uniform": "Uniform", "u_shaped": "UShaped"}
@@ -83,12 +82,9 @@ def load_trained(model: ModelConfig, state: PartialState) -> Trained:
     source = on_main(state, lambda: checkpoint.resolve(model.checkpoint))
     check_equal(state, lambda: {f"the manifest of {source}": checkpoint.fingerprint(source)})
     trained = read_trained(source)
-    space = trained.flow.space
-    if model.autoencoder is not None:
-        space.use_autoencoder(model.autoencoder)
     if model.text_encoder is not None:
         _move_text_encoder(trained, model.text_encoder)
-    space.prepare(state.device)
+    trained.flow.space.medium.prepare(state.device, model.autoencoder)
     to_device(trained.flow, state.device, model.mixed_precision)
     return trained
 
@@ -165,7 +161,7 @@ def build_flow(values: TrainConfig, conditions: ConditionSpecs, space: Space) ->
     if network.use_cfg and not conditions.keys() - columns:
         raise UsageError("--use_cfg needs labels: put the pictures of each class in a subfolder of its own")
     shape = space.shape or ()
-    kinds = {**(conditions if network.use_cfg else columns), **space.conditions}
+    kinds = {**(conditions if network.use_cfg else columns), **variant_conditions(space)}
     if source.is_given and not source.as_start:
         kinds[SOURCE] = Picture(shape)
     module: Any = choose_network(network).build(
@@ -180,7 +176,6 @@ def build_flow(values: TrainConfig, conditions: ConditionSpecs, space: Space) ->
     arguments: dict[str, Any] = {}
     if source.is_given:
         arguments = {"from_source": source.as_start, "source_noise": source.source_noise}
-        arguments["degradation"] = choose_degradation(source.degrade)
         if not arguments.keys() <= parameters_of(flow.target).keys():
             name = "degrade" if source.source_path is None else "source_path"
             raise UsageError(f"--{name} has no effect: {flow.target.__name__} generates pictures from noise only")

@@ -15,14 +15,14 @@ from rectified_flow.data.open import Pictures, reader_of, space_of_folder
 from rectified_flow.data.sources import ImageSource
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.data.stream import Batches
-from rectified_flow.errors import UsageError
+from rectified_flow.errors import UsageError, first_line
 from rectified_flow.evaluation.features import RealData
 from rectified_flow.flags import refuse
 from rectified_flow.flows.flow import Flow
-from rectified_flow.parts import Choice, choose_named, name_of, split_part, typed_options
-from rectified_flow.registry import find, names, parameters_of
+from rectified_flow.parts import choose_named, name_of, split_part, typed_options
+from rectified_flow.registry import find, names
 from rectified_flow.spaces.degradations import Degradation
-from rectified_flow.spaces.space import Space
+from rectified_flow.spaces.space import DataFacts, Space
 from rectified_flow.system.terminal import size_text
 
 FEW, NAMED = 10, 5
@@ -32,9 +32,10 @@ FEW, NAMED = 10, 5
 def data_of(pictures: DataConfig, source: SourceConfig, columns: ColumnConfig) -> RunData:
     """Describe the data that the flags name."""
     name, options = split_part(pictures.dataset)
+    degradation, seed = choose_degradation(source.degrade), pictures.data_seed or 0
     if pictures.dataset_path is None and name in names("dataset"):
         refuse({"image_size 0": pictures.image_size == 0}, "is for pictures: pass the size of the items")
-        return ItemData(pictures.dataset, pictures.image_size, pictures.cache_dir)
+        return ItemData(pictures.dataset, pictures.image_size, pictures.cache_dir, degradation, seed)
     refuse({f"dataset {' '.join(options)}": options}, "has no effect without a registered dataset; leave it out")
     described = Pictures(
         name,
@@ -52,8 +53,9 @@ def data_of(pictures: DataConfig, source: SourceConfig, columns: ColumnConfig) -
         described,
         Columns(columns.condition_on, columns.text_encoder, columns.text_tokens) if columns.condition_on else None,
         None if source.source_path is None else Sources(source.source_path, source.paired),
+        degradation,
         pictures.holdout,
-        pictures.data_seed or 0,
+        seed,
     )
 
 
@@ -127,31 +129,39 @@ def kind_of_space(data: DataConfig) -> type[Space]:
 
 def can_augment(data: DataConfig) -> bool:
     """Return whether the space of the flags augments training data."""
+    return "augmentation" in kind_of_space(data).uses
+
+
+Found = ImageDataset | ImageSource | Dataset[Any]
+"""A store, the files of a folder, whose range of values is not known yet, or another dataset."""
+
+
+def build_space(data: DataConfig, found: Found | None = None, teacher: Space | None = None) -> Space:
+    """Build the space of the flags, for a student with the scale of its teacher; that of latents is measured later."""
     kind = kind_of_space(data)
-    return "augmentation" in parameters_of(getattr(kind, "of", kind))
-
-
-def build_space(data: DataConfig, found: ImageDataset | ImageSource | Dataset[Any] | None = None) -> Space:
-    """Build the space of the flags; the scales of a space of latents are measured later.
-
-    ``found`` is a store, the files of a folder, whose range of values is not known yet, or a dataset, whose first item
-    gives the shape.
-    """
-    kind = kind_of_space(data)
-    target = getattr(kind, "of", kind)
+    used = {"augment": data.augment > 0 and "augmentation" not in kind.uses}
+    refuse(used, f"has no effect on {kind.__name__}: leave it out")
+    needless = bool(data.autoencoder) and "autoencoder" not in kind.uses
+    refuse({"autoencoder": needless}, f"encodes pictures, and the data are {kind.__name__}: leave it out")
     *_, options = reader_of(data.space)
-    refuse({"augment": data.augment > 0 and not can_augment(data)}, f"has no effect on {kind.__name__}: leave it out")
-    given: dict[str, Any] = {"horizontal_flip": data.horizontal_flip, "augmentation": data.augment}
-    if data.autoencoder:
-        needless = "autoencoder" not in parameters_of(target)
-        refuse({"autoencoder": needless}, f"encodes pictures, and the data are {kind.__name__}: leave it out")
-        given |= {"autoencoder": data.autoencoder}
-    if found is None or isinstance(found, ImageDataset | ImageSource):
-        given |= {"shape": data.framing.shape, "source": found}
-    else:
-        given |= {"shape": tuple(Batches(found).__getitems__([0])[kind.key].shape[1:])}
-    choice = Choice("space", target, typed_options("space", target, options))
-    return cast(Space, choice.build(image_size=data.image_size, **given))
+    typed = typed_options("space", kind.of, options)
+    try:
+        return kind.of(replace(data_facts(data, kind, found), teacher=teacher), **typed)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"--space {kind.__name__} cannot be built ({first_line(error)})") from error
+
+
+def data_facts(data: DataConfig, kind: type[Space], found: Found | None) -> DataFacts:
+    """Return what is known about the data of the flags; the first item of a dataset gives the shape of its items."""
+    facts = DataFacts(data.framing.shape, data.horizontal_flip, data.augment, data.autoencoder)
+    if isinstance(found, ImageDataset):
+        sources = None if found.source is None else data_facts(data, kind, cast(ImageDataset, found.source))
+        return replace(facts, stored=found.space, values=found.entries["images"], sources=sources)
+    if isinstance(found, ImageSource):
+        return replace(facts, stored=found.space)
+    if found is not None:
+        return replace(facts, shape=tuple(Batches(found).__getitems__([0])[kind.key].shape[1:]))
+    return facts
 
 
 def choose_degradation(text: str | None) -> Degradation | None:

@@ -1,9 +1,9 @@
 """Distillation data: pairs of noise and data, or paths between them, which a trained flow generates."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from accelerate import PartialState
@@ -24,7 +24,7 @@ from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.solvers import CALLS_PER_STEP, Guidance
 from rectified_flow.load import autocast, load_flow
 from rectified_flow.networks.unet import to_device
-from rectified_flow.registry import build, describe
+from rectified_flow.registry import build
 from rectified_flow.runs import checkpoint
 from rectified_flow.spaces.space import Space
 from rectified_flow.system.artifact import Artifact
@@ -57,7 +57,6 @@ class Recipe:
     source: str = ""  # the teacher's checkpoint
     precision: str = ""  # of the teacher's network
     pictures: str = ""  # fingerprint of the training pictures
-    space: dict[str, Any] = field(default_factory=dict)  # description of the teacher's space
     teacher: str = ""  # fingerprint of the teacher's checkpoint
     earlier: str = ""  # fingerprint of its early checkpoint; empty without autoguidance
 
@@ -96,11 +95,15 @@ class DistillationData:
         doubled = sum(scale != 1 for scale in (self.recipe.guidance_scale, self.recipe.autoguidance))
         return self.recipe.steps * CALLS_PER_STEP[self.recipe.solver] * 2**doubled
 
+    def space_of_teacher(self) -> Space:
+        """Return the space of the teacher's flow."""
+        return cast(Space, build(checkpoint.load_document(self.teacher, checkpoint.FLOW_FILE)["space"]))
+
 
 def open_distilled(
     distilled: DistillationData, pictures: ImageDataset, holdout: tuple[float, int], precision: str
-) -> tuple[StoreDataset, Space]:
-    """Return the data of a teacher and its space; all processes generate the data first if they are missing.
+) -> StoreDataset:
+    """Return the data of a teacher; all processes generate the data first if they are missing.
 
     Args:
         distilled: the data.
@@ -113,7 +116,6 @@ def open_distilled(
         ``path``, float16 ``[points, ...]``: all points but the last, the noise first.
     """
     state, teacher, stored = PartialState(), distilled.teacher, on_main(PartialState(), lambda: recipe_of(distilled))
-    space: Space = build(stored.space if stored else checkpoint.load_document(teacher, checkpoint.FLOW_FILE)["space"])
     earlier = on_main(state, lambda: checkpoint.early_of(teacher)) if distilled.recipe.autoguidance != 1 else None
     recipe = replace(
         distilled.recipe,
@@ -121,7 +123,6 @@ def open_distilled(
         precision="bf16" if precision == "bf16" else "float32",
         pictures=pictures.fingerprint,
         solver=stored.solver if stored else distilled.recipe.solver,  # stored paths keep their solver; no flag sets it
-        space=describe(space),
         teacher=checkpoint.fingerprint(teacher),
         earlier="" if earlier is None else checkpoint.fingerprint(earlier),
     )
@@ -132,7 +133,7 @@ def open_distilled(
         if is_missing:
             generator = _Generator(recipe, earlier, distilled.kind, pictures, holdout)
             fill(store, generator.rows, generator.describe, doing="drawing", batch_size=BATCH_SIZE)
-    return StoreDataset(store.path, pictures.described), space
+    return StoreDataset(store.path, pictures.described)
 
 
 def recipe_of(distilled: DistillationData) -> Recipe | None:
@@ -186,8 +187,9 @@ class _Generator:
             shape = (len(numbers), *(space.shape or ()))
             # Not the noise of samples with this seed, from which a trained map would be shown what it was trained on.
             noise = randomness.randn("teacher's noise", shape, self.device).half().float()  # rounded as it is stored
-            pictures = [self.picture_of[number] for number in numbers]
-            given: dict[str, Any] = conditions_of(self.teacher, self.pictures, pictures, self.recipe.seed, numbers)
+            # In an epoch of its own, a row has random draws of its own for its source and its caption.
+            pictures = [self.picture_of[number] + number * len(self.pictures) for number in numbers]
+            given: dict[str, Any] = conditions_of(self.teacher, self.pictures, pictures)
             x = self.teacher.sample(
                 noise=noise,
                 steps=self.recipe.steps,
@@ -200,7 +202,7 @@ class _Generator:
         rows = {space.key: space.to_stored(x)}
         rows |= {"path": torch.stack(path[:-1], dim=1)} if self.kind == "paths" else {"noise": path[0]}
         if self.teacher.takes_source and not self.teacher.from_source:
-            rows[SOURCE] = space.encode_source(given[SOURCE].to(self.device)).half()
+            rows[SOURCE] = space.source_space.encode(given[SOURCE].to(self.device)).half()
         for name, column in self.pictures.columns.items():
             rows[name] = given[name].half() if column.kind.is_text else given[name]
         return rows

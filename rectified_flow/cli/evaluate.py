@@ -10,7 +10,7 @@ from tqdm.auto import tqdm
 from rectified_flow.cli.build import guidance_of, open_trained
 from rectified_flow.cli.config import EvaluateConfig
 from rectified_flow.cli.data import check_conditions
-from rectified_flow.data.description import PictureData, described_data
+from rectified_flow.data.description import PictureData, with_sources
 from rectified_flow.data.open import Pictures
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.distributed import check_equal, on_main
@@ -22,7 +22,7 @@ from rectified_flow.evaluation.heldout import HeldOutPictures, divided
 from rectified_flow.flags import plain
 from rectified_flow.load import RESULTS_FILE, Trained, autocast, model_hash, read_results
 from rectified_flow.runs import checkpoint
-from rectified_flow.spaces.space import RGBA
+from rectified_flow.spaces.pictures import RGBA
 from rectified_flow.system.artifact import claim
 from rectified_flow.system.files import locked, prepare_folder, replace_file, writing
 from rectified_flow.system.pictures import to_grid, write_picture
@@ -49,7 +49,7 @@ def evaluate(config: EvaluateConfig) -> None:
         seed=measure.seed,
         batch_size=config.model.batch_size,
         held_out=held_out,
-        metrics=measure.metric or flow.space.metrics,
+        metrics=measure.metric or flow.space.medium.metrics,
     )
     settings = _settings(config, trained, state)
     texts = {"results": str(folder / RESULTS_FILE)}
@@ -78,7 +78,7 @@ def _check_data(trained: Trained, dataset: RealData, state: PartialState) -> Non
     """Check that all processes read one dataset that fits the flow, and warn if the run was trained on another."""
     check_equal(state, lambda: {"the number of pictures": len(dataset), "their fingerprint": dataset.fingerprint})
     check_conditions(trained.flow, trained.source, dataset)
-    if (problem := trained.flow.space.misfit(dataset.space)) is not None:
+    if (problem := trained.flow.space.medium.misfit(dataset.space.medium)) is not None:
         raise UsageError(f"--dataset_path {dataset.info.source} {problem}")
     # The fingerprint in a run with a teacher is that of the teacher's data, not of the pictures.
     known = None if trained.run is None or trained.is_taught else trained.run.dataset
@@ -112,11 +112,11 @@ def real_data(
         source_path: folder of the sources, if it has moved.
         cache_dir: folder of decoded images, if it has moved.
     """
-    data = described_data(trained.config.get("data", {})) or _data_of_shape(trained, dataset_path)
+    data, space = trained.data or _data_of_shape(trained, dataset_path), trained.flow.space
     data = data.moved(dataset_path=dataset_path, source_path=source_path, cache_dir=cache_dir)
     if not isinstance(data, PictureData):
-        return RenderedItems(data.open(), trained.flow.space, data.name), None, None
-    pictures = data.open(kinds=trained.flow.conditions)
+        return RenderedItems(with_sources(data.open(), data, space), space, data.name), None, None
+    pictures = with_sources(data.open(kinds=trained.flow.conditions), data, space)
     training, held_out = divided(pictures, data.holdout, data.seed)
     if held_out is None or trained.is_taught:  # a teacher's run learns no velocity on pictures
         return training, held_out, None
@@ -125,8 +125,8 @@ def real_data(
 
 def _data_of_shape(trained: Trained, dataset_path: Path | None) -> PictureData:
     """Return the data of a run that another program trained, framed by their shape."""
-    shape = trained.flow.space.picture_shape
-    if shape is None or dataset_path is None:
+    shape = trained.flow.space.medium.picture_shape
+    if not shape or dataset_path is None:
         raise UsageError(f"{trained.source} records no pictures: pass --dataset_path, or --import with its dataset")
     channels, height, width = shape
     ratio = f"{width}:{height}"

@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 from rectified_flow.cli.build import open_trained
 from rectified_flow.cli.config import PicturesConfig, SampleConfig
 from rectified_flow.cli.evaluate import real_data
-from rectified_flow.cli.sample_request import GRID_PICTURES, PREVIEW, SampleRequest, read_request
+from rectified_flow.cli.sample_request import GRID_PICTURES, SampleRequest, read_request
 from rectified_flow.condition import read_written
 from rectified_flow.distributed import check_shared, on_main
 from rectified_flow.errors import UsageError
@@ -27,12 +27,11 @@ from rectified_flow.flows.solvers import NO_GUIDANCE
 from rectified_flow.hub import card_of_run, claim_model, save_pretrained
 from rectified_flow.load import Trained, autocast, model_hash, solver_name
 from rectified_flow.runs.checkpoint import early_of
-from rectified_flow.spaces.space import Space
+from rectified_flow.spaces.medium import PREVIEW, Medium
 from rectified_flow.system.artifact import claim, write_output
 from rectified_flow.system.files import locked, prepare_folder, replace_file, writing
 from rectified_flow.system.pictures import (
     Provenance,
-    encode_picture,
     metadata_options,
     open_picture,
     over_white,
@@ -52,19 +51,19 @@ class Outputs:
 
     folder: Path
     request: SampleRequest
-    space: Space
+    medium: Medium
     settings: Provenance | None
     """Settings that all pictures have in common; None without metadata."""
 
     @cached_property
     def pictures(self) -> list[Path]:
         """The pictures of all samples; those of measurements are previews."""
-        return self._files(".png" if self.space.suffix is None else PREVIEW)
+        return self._files(self.medium.ends[-1])
 
     @cached_property
     def values(self) -> list[Path]:
         """The data files of samples that are not pictures; each has a preview beside it."""
-        return [] if self.space.suffix is None else self._files(self.space.suffix)
+        return [file for end in self.medium.ends[:-1] for file in self._files(end)]
 
     def _files(self, end: str) -> list[Path]:
         return [self.folder / f"{name}{end}" for name in self.request.names]
@@ -97,7 +96,7 @@ def sample(config: SampleConfig) -> None:
     if flags.nearest is not None:  # a folder is where the training pictures are now
         data = real_data(trained, dataset_path=next(iter(flags.nearest), None))[0]
     folder = flags.output_dir or trained.run_folder / ("generated" if like is None else "like")
-    outputs = Outputs(folder, request, trained.flow.space, settings if flags.metadata else None)
+    outputs = Outputs(folder, request, trained.flow.space.medium, settings if flags.metadata else None)
     with ExitStack() as held:
         on_main(state, lambda: _claim(outputs, flags, held))
         check_shared(state, folder)
@@ -171,7 +170,7 @@ def describe(settings: Provenance, flags: PicturesConfig, trained: Trained, requ
     texts: dict[str, object] = {
         "model": trained,
         "settings": ", ".join(f"{name} {each}" for name, each in asdict(settings).items() if each != default[name]),
-        "pictures": f"{len(request.names)} of {trained.flow.space.noun}, seed {flags.seed}",
+        "pictures": f"{len(request.names)} of {trained.flow.space.medium.noun}, seed {flags.seed}",
     }
     if settings.autoguidance != 1:
         texts["early"] = early_of(trained.source)
@@ -186,18 +185,15 @@ def describe(settings: Provenance, flags: PicturesConfig, trained: Trained, requ
 
 def _write_samples(flow: Flow, outputs: Outputs, state: PartialState) -> str:
     """Write this process's samples, and return the number of network calls for each in words."""
-    space, request = flow.space, outputs.request
+    request, medium = outputs.request, outputs.medium
     mine = range(state.process_index, len(request.names), state.num_processes)
     rows: list[int] = []
     counter = flow.network.register_forward_hook(lambda _network, arguments, _output: rows.append(len(arguments[0])))
     with counter, progress_bar(total=len(mine), unit="img", disable=not state.is_main_process) as bar:
         for numbers, results in _results(flow, mine, request):
-            pictures = results if space.suffix is None else space.render(results)
-            for number, result, picture in zip(numbers, results.cpu(), pictures.cpu(), strict=True):
-                content = encode_picture(picture.permute(1, 2, 0).numpy(), **outputs.metadata(number))
-                _write(outputs.pictures[number], content)
-                if space.suffix is not None:
-                    _write(outputs.values[number], space.write(result))
+            for number, result in zip(numbers, results.cpu(), strict=True):
+                for end, content in medium.files(result, **outputs.metadata(number)).items():
+                    _write(outputs.folder / f"{request.names[number]}{end}", content)
             bar.update(len(numbers))
     also = request.options.get("guidance", NO_GUIDANCE).autoguidance != 1
     calls = f"{sum(rows) / max(1, len(mine)):g} of the network for each picture"
@@ -211,9 +207,9 @@ def _write(file: Path, content: bytes) -> None:
 
 
 def _results(flow: Flow, numbers: Sequence[int], request: SampleRequest) -> Iterator[tuple[Sequence[int], Tensor]]:
-    """Yield numbers of results, and pictures uint8 ``[b, c, h, w]`` or other generated data, a batch at a time."""
+    """Yield numbers of results, and the contents of their files ``[b, ...]``, a batch at a time."""
     for some, data in sample_batches(flow, numbers, render=False, **request.options):
-        results = flow.space.render_with_alpha(data) if flow.space.suffix is None else data
+        results = flow.space.medium.contents(data)
         if request.kept is not None:
             known, mask = (each.to(results.device) for each in request.kept)
             known = known[[number % len(known) for number in some]]
@@ -231,7 +227,7 @@ def _write_grid(outputs: Outputs, flags: PicturesConfig) -> dict[str, object]:
 
 def _grid_of(outputs: Outputs, variants: int) -> Any:
     """Return a grid of results. Results of --from_images follow their picture, and conditions are written below."""
-    request, legend, files = outputs.request, outputs.space.legend, outputs.pictures
+    request, legend, files = outputs.request, outputs.medium.legend, outputs.pictures
     if request.shown is not None:
         count, across = len(files) // variants, 1 + variants
         rows = range(min(count, max(1, GRID_PICTURES // across)))

@@ -15,6 +15,7 @@ from torchvision.transforms.functional import pil_to_tensor
 
 from rectified_flow.cli.config import PicturesConfig
 from rectified_flow.condition import Labels, WrittenCondition, example_texts, read_written, written
+from rectified_flow.data.degraded import degraded
 from rectified_flow.data.sources.folder import find_files
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.evaluation.evaluator import AT_ONCE, render_sources
@@ -22,14 +23,14 @@ from rectified_flow.flags import refuse
 from rectified_flow.flows.flow import SOURCE, Flow
 from rectified_flow.load import Trained
 from rectified_flow.randomness import Samples, deterministic
-from rectified_flow.spaces.degradations import Mask
-from rectified_flow.spaces.space import RGB, Space
+from rectified_flow.spaces.degradations import Degradation
+from rectified_flow.spaces.medium import PREVIEW, Medium
+from rectified_flow.spaces.space import Space
 from rectified_flow.system.files import read_lines
 from rectified_flow.system.pictures import fit, open_picture, upright_size
 from rectified_flow.system.terminal import size_text
 
 HALF = 127  # value above which a pixel of a mask is white
-PREVIEW = "-preview.png"  # end of the name of the picture beside a generated file of other data
 SEEDS, MAX_CELLS = 6, 24  # default and largest number of cells along an axis of --grid
 NUM_SAMPLES, GRID_PICTURES = 64, 100  # default number of samples, and largest number of pictures in a grid
 GREY = 127  # value of unknown pixels on a grid
@@ -84,20 +85,20 @@ def read_request(flags: PicturesConfig, trained: Trained, options: dict[str, Any
 
 def _from_pictures(path: Path, flags: PicturesConfig, trained: Trained, options: dict[str, Any]) -> SampleRequest:
     """Return the variations, translations or inpainted versions of the pictures at ``path``."""
-    flow, space, degradation = trained.flow, trained.flow.space, trained.flow.degradation
+    flow, space, degradation = trained.flow, trained.flow.space, trained.degradation
     _check_translation(flags, trained)
     translates = flow.takes_source or flags.mask is not None
-    files = find_inputs(path, space)[: flags.num_samples or (None if translates else NUM_SAMPLES)]
-    images = torch.stack([_read("from_images", file, space.read) for file in files])
-    mask = None if flags.mask is None else load_mask(flags.mask, files, space)
-    seen = space.from_pictures(images.to(flow.device)).cpu()
+    files = find_inputs(path, space.medium)[: flags.num_samples or (None if translates else NUM_SAMPLES)]
+    images = torch.stack([_read("from_images", file, space.medium.read) for file in files])
+    mask = None if flags.mask is None else load_mask(flags.mask, files, space.medium)
+    seen = space.medium.stored(images.to(flow.device)).cpu()
     if not translates:
         start = {"start": seen, "strength": flags.strength or STRENGTH}
         return SampleRequest(_numbered([""] * (flags.num_samples or NUM_SAMPLES)), options | start)
     if degradation is not None and (flags.degrade or degradation.is_projection):
-        seen = _degraded(flow, seen, flags.seed)
+        seen = _degraded(seen, degradation, space, flags.seed)
     elif mask is not None and flow.takes_source:
-        seen = space.decode_source(space.encode(seen).masked_fill(mask, torch.nan))
+        seen = space.to_stored(space.encode(seen).masked_fill(mask, torch.nan), exact=True)
     shown = render_sources(flow, seen[:GRID_PICTURES])
     if flow.takes_source:
         options["conditions"] |= {SOURCE: seen}
@@ -114,25 +115,25 @@ def _check_translation(flags: PicturesConfig, trained: Trained) -> None:
     flow, reason = trained.flow, f"has no effect on the {type(trained.flow).__name__} of {trained.source}: leave it out"
     needed = "start" if flags.mask is None else "mask"
     takes_pictures = flow.takes_source or needed in inspect.signature(flow.sample).parameters
-    refuse({"from_images": not (takes_pictures and flow.space.input_suffixes)}, reason)
-    paints = isinstance(flow.degradation, Mask)
+    refuse({"from_images": not (takes_pictures and flow.space.medium.input_suffixes)}, reason)
+    degradation = trained.degradation
+    paints = degradation is not None and degradation.leaves_holes
     is_random = not flow.from_source or flow.source_noise > 0 or paints
     works = {
-        "degrade": flow.degradation is not None,
+        "degrade": degradation is not None,
         "strength": not flow.takes_source,
-        "mask": paints if flow.takes_source else flow.degradation is None,
+        "mask": paints or not flow.takes_source,
         "variants": flags.mask is not None or (flow.takes_source and is_random),
     }
     refuse({name: getattr(flags, name) != getattr(PicturesConfig, name) and not works[name] for name in works}, reason)
 
 
-def _degraded(flow: Flow, data: Tensor, seed: int) -> Tensor:
-    """Return degraded pictures on the CPU, each by random draws of its own."""
+def _degraded(data: Tensor, degradation: Degradation, space: Space, seed: int) -> Tensor:
+    """Return degraded pictures, each by random draws of its own."""
     parts = []
     for numbers in torch.arange(len(data)).split(AT_ONCE):
-        with deterministic(Samples(seed, numbers.tolist()), flow.device):
-            degraded = flow.conditions_of({}, flow.space.encode(data[numbers].to(flow.device)))[SOURCE]
-            parts.append(flow.space.decode_source(degraded).cpu())
+        with deterministic(Samples(seed, numbers.tolist())):
+            parts.append(degraded(data[numbers], degradation, space))
     return torch.cat(parts)
 
 
@@ -195,9 +196,10 @@ def cells_of(
     return {**written, **values}, draws
 
 
-def find_inputs(path: Path, space: Space) -> list[Path]:
+def find_inputs(path: Path, medium: Medium) -> list[Path]:
     """Return the files of ``--from_images``, which is one or a folder of them."""
-    suffixes, ours = space.input_suffixes, () if space.suffix is None else (PREVIEW, "grid.png")
+    suffixes = medium.input_suffixes
+    ours = (PREVIEW, "grid.png") if medium.suffix else ()  # a folder of samples
     if path.is_file():
         return [path]
     found = find_files(path) if path.is_dir() else []
@@ -215,13 +217,13 @@ def _read(flag: str, path: Path, read: Callable[[Path], Tensor]) -> Tensor:
         raise UsageError(f"--{flag} {path} cannot be read ({first_line(error)}): remove it") from error
 
 
-def load_mask(path: Path, files: Sequence[Path], space: Space) -> Tensor:
+def load_mask(path: Path, files: Sequence[Path], medium: Medium) -> Tensor:
     """Read ``--mask`` as bool ``[1, 1, h, w]``, true where it is white."""
-    _, height, width = space.picture_shape or space.shape or (RGB, 0, 0)
+    height, width = medium.sides
     mask = _read("mask", path, lambda path: pil_to_tensor(fit(open_picture(path), (width, height))).amax(dim=0) > HALF)
     size = upright_size(open_picture(path))
-    for file in () if space.picture_shape is None else files:
-        if (other := upright_size(open_picture(file))) != size:
+    for file in files:
+        if (other := medium.size_of(file)) != size:
             sizes = f"has {size_text(*size)} px, and {file} of --from_images {size_text(*other)} px"
             raise UsageError(f"--mask {path} {sizes}: pass a mask of the same size")
     return mask[None, None]

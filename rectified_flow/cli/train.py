@@ -26,7 +26,7 @@ from rectified_flow.cli.distill import DistillationData, open_distilled
 from rectified_flow.cli.record import DATA_FLAGS, check_one_step, distillation_of, with_record
 from rectified_flow.cli.settings import Settings, check_rules
 from rectified_flow.condition import ConditionSpecs
-from rectified_flow.data.description import RunData
+from rectified_flow.data.description import RunData, with_sources
 from rectified_flow.data.sources import ImageSource
 from rectified_flow.data.store import ImageDataset, StoreDataset
 from rectified_flow.distributed import check_equal, on_main
@@ -42,7 +42,7 @@ from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.folder import check_start, describe_run, write_config
-from rectified_flow.spaces.space import Space
+from rectified_flow.spaces.space import Space, with_augmentation
 from rectified_flow.system.terminal import line, lines, size_text
 from rectified_flow.training.evaluations import Callback, EvaluationHook, HeldOutHook
 from rectified_flow.training.speed import Speed, summarize
@@ -111,9 +111,9 @@ def train_run(settings: Settings[TrainConfig]) -> bool:
     start = values.init.origin(values.data.starter) if distilled is None else distilled.teacher
     on_main(state, lambda: check_start(values.run, start, writes=not program.dry_run))
     if not program.dry_run:
-        space.prepare(state.device)
+        space.medium.prepare(state.device)
     opened = _opened(data, found)
-    space = build_space(values.data, opened) if space.autoencoder is None else space
+    space = build_space(values.data, opened, distilled and on_main(state, distilled.space_of_teacher))
     split = None
     if data.has_pictures and distilled is None:
         stops, seed = values.evaluation.stop_when_memorising, values.data.data_seed or 0
@@ -143,10 +143,12 @@ def train_settled(
     state, distilled = PartialState(), distillation_of(values)
     conditions, count = getattr(opened, "conditions", {}), len(opened) if split is None else len(split.training)
     start = values.init.origin(values.data.starter) if distilled is None else distilled.teacher
-    flow = build_flow(values, conditions, space.with_augmentation(values.data.augment))
+    flow = build_flow(values, conditions, with_augmentation(space, values.data.augment))
+    opened = with_sources(opened, data, flow.space)
     start_from(start, values.run, flow)
     summary: dict[str, object] = {"pictures": summary_of(opened)} if data.has_pictures else {"items": len(opened)}
-    state.print(lines(summary | ({"values": space.summary} if space.summary else {})))
+    scale = space.medium.summary
+    state.print(lines(summary | ({"values": scale} if scale else {})))
     if values.program.dry_run:
         shown = f"{data.name} at {values.data.framing.size_text} px"
         print_dry_run(values.run, flow, shown, _items_of(distilled, count))
@@ -236,8 +238,9 @@ def speed_of(
     """Measure the images per second of all processes in a training by these settings, and its memory. Collective."""
     values, distilled = settings.values, distillation_of(settings.values)
     with torch.random.fork_rng():  # the initial weights of the run do not depend on how many networks are measured
-        space = (space or build_space(values.data)).with_augmentation(values.data.augment)
-        flow = build_flow(values, conditions or {}, space)
+        flow = build_flow(
+            values, conditions or {}, with_augmentation(space or build_space(values.data), values.data.augment)
+        )
     return facts.training_speed(flow, values.run, distilled.path_points if distilled else 0)
 
 
@@ -273,9 +276,9 @@ def check_items(given: Collection[str], dataset: str) -> None:
 
 def _check_space(space: Space, values: TrainConfig, *, encodes_centre: bool) -> None:
     """Raise a UsageError if a flag has no effect on data of this space."""
-    crops = space.autoencoder is not None and encodes_centre and values.data.crop == "random"
+    crops = bool(values.data.autoencoder) and encodes_centre and values.data.crop == "random"
     refuse({"crop random": crops}, "has no effect with --autoencoder, which encodes the centre: leave it out")
-    by_features = values.evaluation.evaluate_every > 0 and "frechet" not in space.metrics
+    by_features = values.evaluation.evaluate_every > 0 and "frechet" not in space.medium.metrics
     refuse({"evaluate_every": by_features}, "compares features of photographs: leave it out, and run evaluate.py")
 
 
@@ -313,15 +316,13 @@ def _rows(
     *,
     mirrored: bool,
 ) -> Any:
-    """Return the data as the space of the flow encodes them, or the data of a teacher. Collective.
+    """Return the data as the space of the flow stores them, or the data of a teacher. Collective.
 
     The flow gets the space of these rows, whose scales are known now.
     """
-    if distilled is None:
-        rows, flow.space = flow.space.encode_all(opened, mirrored=mirrored)
-        return rows
-    rows, space = open_distilled(distilled, opened, holdout, choose_precision(run, PartialState().device))
-    flow.space = flow.space.scaled_like(space)
+    if distilled is not None:
+        return open_distilled(distilled, opened, holdout, choose_precision(run, PartialState().device))
+    rows, flow.space = flow.space.medium.rows(opened, mirrored=mirrored)
     return rows
 
 
@@ -332,7 +333,7 @@ def _callbacks(
     if not flags.evaluate_every:
         return []
     real, unseen = (opened, None) if split is None else split.divide(opened)
-    if not isinstance(opened, ImageDataset):
+    if not hasattr(opened, "read_pictures"):  # items of a registered dataset
         real = RenderedItems(opened, flow.space, name)
     evaluator = Evaluator(
         real, flags.feature_network, num_samples=flags.evaluation_samples, seed=run.seed, held_out=unseen
@@ -367,8 +368,8 @@ def check_sides(network: NetworkConfig, data: DataConfig, space: Space) -> None:
     height, width = shape[-2:]
     divisor, common = 2 ** (levels - 1), gcd(height, width)
     if name_of(network.network) == UNET and common % divisor > 0:
-        kind = "pictures" if space.autoencoder is None else "latents"
-        problem = f"--image_size {size} gives {kind} of {size_text(width, height)}, not divisible by {divisor}"
+        inputs = f"inputs of {size_text(width, height)}, not divisible by {divisor}"
+        problem = f"--image_size {size} gives the network {inputs}"
         remedy = f"pass a multiple of {divisor * (size // common)}"
         raise UsageError(f"{problem}, as the {levels} levels of --dim_mults require: {remedy}")
 

@@ -13,6 +13,7 @@ from accelerate import PartialState
 from torch.utils.data import Dataset
 
 from rectified_flow.condition import ConditionSpecs, WrittenCondition
+from rectified_flow.data.degraded import Degraded
 from rectified_flow.data.metadata import Column
 from rectified_flow.data.open import Pictures, find_columns
 from rectified_flow.data.sources import ImageSource
@@ -21,6 +22,8 @@ from rectified_flow.errors import UsageError
 from rectified_flow.flags import Fraction, Natural, Positive, Seed
 from rectified_flow.parts import choose
 from rectified_flow.registry import build, register
+from rectified_flow.spaces.degradations import Degradation
+from rectified_flow.spaces.space import Space
 from rectified_flow.system.terminal import line
 
 
@@ -97,6 +100,7 @@ class PictureData:
         pictures: the pictures.
         columns: columns that are conditions.
         sources: source pictures, of a translation.
+        degradation: makes the sources of a translation from the pictures.
         holdout: share of the pictures to hold out.
         seed: seed of the held-out pictures, of unpaired sources, and of the choice among several captions.
     """
@@ -106,6 +110,7 @@ class PictureData:
     pictures: Pictures
     columns: Columns | None = None
     sources: Sources | None = None
+    degradation: Degradation | None = None
     holdout: Fraction = 0.0
     seed: Seed = 0
 
@@ -165,6 +170,8 @@ class ItemData:
         dataset: name of the dataset and its arguments ``KEY=VALUE``.
         image_size: short side of pictures, for a dataset that has such an argument [px].
         cache_dir: folder for decoded data, for a dataset that has such an argument.
+        degradation: makes the sources of a translation from the items.
+        seed: seed of the random draws of the degradation.
     """
 
     has_pictures: ClassVar[bool] = False
@@ -172,6 +179,8 @@ class ItemData:
     dataset: tuple[str, ...]
     image_size: Positive = 64
     cache_dir: Path | None = None
+    degradation: Degradation | None = None
+    seed: Seed = 0
 
     @property
     def name(self) -> str:
@@ -202,6 +211,11 @@ class ItemData:
 
 
 RunData = PictureData | ItemData
+
+
+def with_sources(dataset: Any, data: RunData, space: Space) -> Any:
+    """Return the opened data with degraded ones as the sources of the items, if the data have a degradation."""
+    return dataset if data.degradation is None else Degraded(dataset, data.degradation, space, data.seed)
 
 
 def described_data(block: Mapping[str, Any]) -> RunData | None:

@@ -255,7 +255,8 @@ class ImageDataset(StoreDataset):
 
     def read_pictures(self, indices: Sequence[int]) -> Tensor:
         """Pictures to compare and to show, uint8 ``[b, 3, h, w]``: the centre of each row, over white."""
-        return self.space.render(self.space.decode(self.space.encode(self.read_entries(indices)["images"])))
+        data = self.space.decode(self.space.encode(self.read_entries(indices)["images"]))
+        return self.space.medium.render(data)
 
 
 def pair_by_name(

@@ -198,7 +198,7 @@ class Evaluator:
         data: RealData = self.held_out if translates and self.held_out is not None else self.dataset
         rows = self.order(data, self.num_samples)
         if flow not in self._given:
-            self._given[flow] = conditions_of(flow, data, rows, self.seed)
+            self._given[flow] = conditions_of(flow, data, rows)
         return data, rows, self._given[flow]
 
 
@@ -229,27 +229,20 @@ It is registered with ``@register(role="score")``, and is empty for a flow that 
 """
 
 
-def conditions_of(
-    flow: Flow, data: Any, numbers: Sequence[int], seed: int, draws: Sequence[int] | None = None
-) -> dict[str, Tensor]:
+def conditions_of(flow: Flow, data: Any, numbers: Sequence[int]) -> dict[str, Tensor]:
     """Return the conditions and sources of some items by name, ``[n, ...]`` on the CPU, for ``flow.sample``."""
     if not getattr(flow, "takes_source", False):  # other modules than flows can be sampled, too
         values = data.condition_values(numbers)
         return {name: each for name, each in values.items() if name in flow.conditions}
     parts: list[dict[str, Tensor]] = []
     for first in range(0, len(numbers), AT_ONCE):
-        some = numbers[first : first + AT_ONCE]
-        drawn = some if draws is None else draws[first : first + AT_ONCE]
-        batch = stored_batch(data, some, flow)
-        with randomness.deterministic(randomness.Samples(seed, drawn), flow.device):
-            values = flow.conditions_of(batch, flow.space.encode(batch[flow.space.key]))
-        values[SOURCE] = flow.space.decode_source(values[SOURCE])
-        parts.append({name: each.cpu() for name, each in values.items()})
+        batch = stored_batch(data, numbers[first : first + AT_ONCE], flow)
+        parts.append({name: batch[name].cpu() for name in {**flow.conditions, SOURCE: None} if name in batch})
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def render_sources(flow: Flow, sources: Tensor) -> Tensor:
     """Render sources as uint8 pictures ``[n, 3, h, w]`` on the CPU, with grey in place of unknown pixels."""
     space = flow.space
-    parts = [space.encode_source(some.to(flow.device)).nan_to_num(0) for some in sources.split(AT_ONCE)]
-    return torch.cat([space.render(space.decode(part)).cpu() for part in parts])
+    parts = [space.source_space.encode(some.to(flow.device)).nan_to_num(0) for some in sources.split(AT_ONCE)]
+    return torch.cat([space.medium.render(space.decode(part)).cpu() for part in parts])

@@ -150,7 +150,8 @@ class RenderedItems(Dataset[Any]):
     def read_pictures(self, indices: Sequence[int]) -> Tensor:
         """Return rendered items, uint8 ``[n, 3, h, w]``."""
         with torch.no_grad():
-            return self.space.render(self.space.decode(self.space.encode(self.read_batch(indices)[self.space.key])))
+            data = self.space.decode(self.space.encode(self.read_batch(indices)[self.space.key]))
+            return self.space.medium.render(data)
 
     def condition_values(self, indices: Sequence[int]) -> dict[str, Tensor]:
         """Return the conditions of items by name."""
@@ -167,7 +168,7 @@ def stored_batch(data: Any, numbers: Sequence[int], flow: Flow) -> dict[str, Ten
     batch = {name: values.to(flow.device) for name, values in batch.items()}
     if space.key not in batch:
         named = {"images": space.key, SOURCE: SOURCE}
-        batch |= {entry: space.from_pictures(batch[name]) for name, entry in named.items() if name in batch}
+        batch |= {entry: space.medium.stored(batch[name]) for name, entry in named.items() if name in batch}
     return batch
 
 

@@ -151,7 +151,7 @@ class HeldOutPictures:
         x_0 = flow.space.encode(batch[flow.space.key])
         with randomness.deterministic(randomness.Samples(self.seed, [number % self.count for number in numbers])):
             noise = randomness.randn("held-out noise", (len(x_0), TIMES, *x_0.shape[1:]), x_0.device).flatten(0, 1)
-            conditions = flow.conditions_of(batch, x_0)
+            conditions = flow.conditions_of(batch)
         x_0, weights = flow.masked(x_0.repeat_interleave(TIMES, dim=0))
         t = ((torch.arange(TIMES, device=x_0.device) + 0.5) / TIMES).repeat(len(numbers))
         conditions = {name: values.repeat_interleave(TIMES, dim=0) for name, values in conditions.items()}

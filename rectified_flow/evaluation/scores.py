@@ -11,9 +11,9 @@ unbiased, and costs one vector-Jacobian product.
 
 A picture has 256 levels, and the density is that of continuous values, so each value is drawn uniformly within its
 level (Theis et al. 2015, arXiv:1511.01844). The mean over such draws is at most the logarithm of the probability that
-the flow gives to the 8-bit picture. Its negative is therefore an upper bound, in the unit of published figures. The
-space of the data draws within levels, and returns the change of volume (:meth:`Space.dequantised
-<rectified_flow.spaces.space.Space.dequantised>`). For floating-point data, the density itself is used.
+the flow gives to the 8-bit picture. Its negative is therefore an upper bound, in the unit of published figures.
+:func:`rectified_flow.spaces.space.dequantised` draws within levels, and returns the change of volume. For
+floating-point data, the density itself is used.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,6 +37,7 @@ from rectified_flow.flows.flow import SOURCE, Flow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.solvers import Velocity, take_steps
 from rectified_flow.registry import register
+from rectified_flow.spaces.space import dequantised
 
 NEAREST = 10  # number k of the top-k accuracy of retrieval
 
@@ -130,7 +131,7 @@ def agreement(comparison: Comparison) -> dict[str, float]:
     dataset, held_out, count = evaluator.dataset, evaluator.held_out, min(evaluator.num_samples, MAX_SAMPLES)
     data = dataset if held_out is None else held_out
     rows = evaluator.order(data, count)
-    asked = conditions_of(flow, data, rows, evaluator.seed)
+    asked = conditions_of(flow, data, rows)
     if held_out is not None and not flow.takes_source:  # from sources, they were generated with these conditions
         how = {**comparison.options, "conditions": asked}
         generated = map_over_ranks(evaluator.state, count, lambda some: evaluator.sample_features(flow, some, **how))
@@ -265,7 +266,7 @@ def bits_per_dimension(
     """
     conditions, device = {name: each.to(flow.device) for name, each in conditions.items()}, flow.device
     with randomness.deterministic(randomness.Samples(seed, [crc32(each.numpy()) for each in pictures.cpu()]), device):
-        x, log_volume = flow.space.dequantised(pictures.to(device))
+        x, log_volume = dequantised(flow.space, pictures.to(device))
         probe = 2.0 * randomness.randint("probe", 2, x.shape, device) - 1
         densities = log_density(flow, x, conditions, times, probe)
     return -densities / (x[0].numel() * log(2)) - log_volume

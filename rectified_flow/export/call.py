@@ -12,7 +12,7 @@ from rectified_flow.flows.flow_map import FlowMap
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.load import solver_name
 from rectified_flow.registry import describe as describe_part
-from rectified_flow.spaces.degradations import Mask
+from rectified_flow.spaces.degradations import Degradation
 
 UNKNOWN = "unknown"
 MODEL_FILE, DECODER_FILE = "model.onnx", "decoder.onnx"
@@ -35,7 +35,7 @@ class NetworkCall(nn.Module):
         conditions = chosen(flow.conditions)
         if not isinstance(flow, RectifiedFlow | FlowMap):
             raise UsageError(f"a {type(flow).__name__} cannot be exported: export a rectified flow or flow map")
-        flow.space.on_page()  # raises an error for data of another kind
+        flow.space.medium.page()  # raises an error for data of another kind
         if others := conditions.keys() - written(conditions).keys() - {SOURCE}:
             raise UsageError(f"a flow with the condition {min(others)} cannot be exported: train without it")
         self.flow: RectifiedFlow | FlowMap = flow.eval().requires_grad_(False)
@@ -87,8 +87,13 @@ def _example_of(kind: WrittenCondition, count: int) -> Tensor:
     return values.nan_to_num(LARGEST)
 
 
-def describe(call: NetworkCall) -> dict[str, Any]:
-    """Return the contents of ``model.json``: the inputs and output of the program, and the settings of sampling."""
+def describe(call: NetworkCall, degradation: Degradation | None = None) -> dict[str, Any]:
+    """Return the contents of ``model.json``: the inputs and output of the program, and the settings of sampling.
+
+    Args:
+        call: the program.
+        degradation: the degradation that made the sources of the training, if one did.
+    """
     flow = call.flow
     return {
         "file": MODEL_FILE,
@@ -100,10 +105,10 @@ def describe(call: NetworkCall) -> dict[str, Any]:
         "output": "average velocity" if call.is_map else "velocity",
         "channels": call.shape[0],
         "range": [-1, 1],
-        "fields": flow.space.on_page(),
-        "decoder": None
-        if flow.space.autoencoder is None
-        else {"file": DECODER_FILE, "shape": [*(flow.space.picture_shape or ())]},
+        "fields": flow.space.medium.page() or None,
+        "decoder": {"file": DECODER_FILE, "shape": [*flow.space.medium.picture_shape]}
+        if flow.space.medium.decoders()
+        else None,
         "conditions": [{"name": name} | kind.exported() for name, kind in call.kinds.items()],
         "steps": flow.default_steps,
         "solver": solver_name(flow, {}),
@@ -111,8 +116,8 @@ def describe(call: NetworkCall) -> dict[str, Any]:
         "source": {
             "as": "start" if flow.from_source else "condition",
             "noise": flow.source_noise,
-            "degradation": None if flow.degradation is None else describe_part(flow.degradation),
-            "paints": isinstance(flow.degradation, Mask),
+            "degradation": None if degradation is None else describe_part(degradation),
+            "paints": degradation is not None and degradation.leaves_holes,
         }
         if flow.takes_source
         else None,

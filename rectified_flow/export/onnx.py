@@ -34,7 +34,7 @@ def onnx(trained: Trained, *, half: bool = False) -> Export:
         half: store matrices and convolutions in float16.
     """
     call = NetworkCall(trained.flow)
-    return programs(call, describe(call), half=half)
+    return programs(call, describe(call, trained.degradation), half=half)
 
 
 def programs(call: NetworkCall, description: Mapping[str, Any], *, half: bool) -> Export:
@@ -61,9 +61,9 @@ def modules_of(call: NetworkCall) -> dict[str, Exportable]:
     about = f", batches of {' and '.join(map(str, CHECKED_BATCHES))}"
     samples = [call.example(count) for count in CHECKED_BATCHES]
     modules = {"flow": Exportable(MODEL_FILE, call, call.example(2), batch, samples, about=about)}
-    if (decoder := call.flow.space.decoder()) is not None:
+    for name, decoder in call.flow.space.medium.decoders().items():
         latents = [{"x": each["x"]} for each in samples]
-        modules["decoder"] = Exportable(DECODER_FILE, decoder, {"x": call.example(2)["x"]}, batch, latents, about=about)
+        modules[name] = Exportable(DECODER_FILE, decoder, {"x": call.example(2)["x"]}, batch, latents, about=about)
     companions = (kind.companion() for kind in call.kinds.values())
     if encoder := next((each for each in companions if each), None):  # all captions of a run have the same
         modules["encoder"] = encoder

@@ -14,8 +14,8 @@ from rectified_flow.export.format import Export, Files
 from rectified_flow.export.onnx import described, programs
 from rectified_flow.load import Trained, model_hash
 from rectified_flow.registry import register
-from rectified_flow.spaces.degradations import Downsample, Grey
-from rectified_flow.spaces.space import RGB
+from rectified_flow.spaces.degradations import Degradation, Downsample, Grey
+from rectified_flow.spaces.pictures import RGB
 from rectified_flow.system.files import read_bytes
 from rectified_flow.system.pictures import PACKET
 
@@ -38,11 +38,14 @@ def page(trained: Trained, *, half: bool = False, metadata: bool = True) -> Expo
         metadata: have the page write seed, settings and the mark of generated pictures into pictures that it saves.
     """
     flow, call = trained.flow, NetworkCall(trained.flow)
-    check_page(call)
+    check_page(call, trained.degradation)
     # a preview of a flow from pictures shows pictures of the data, which need not be public
     thumbnail = None if flow.takes_source else newest_samples(trained.run_folder)
     sources = page_sources(thumbnail)
-    description = describe(call) | {"hash": model_hash(flow), "metadata": PACKET if metadata else None}
+    description = describe(call, trained.degradation) | {
+        "hash": model_hash(flow),
+        "metadata": PACKET if metadata else None,
+    }
     export = programs(call, description, half=half)
     return Export(
         names=[*export.names, *sources],
@@ -80,16 +83,16 @@ def finished(sources: Files, description: Mapping[str, Any], programs: Files) ->
     return files
 
 
-def check_page(call: NetworkCall) -> None:
+def check_page(call: NetworkCall, degradation: Degradation | None = None) -> None:
     """Check that the page can sample from the flow of a call and show its samples."""
-    flow, space, degradation = call.flow, call.flow.space, call.flow.degradation
-    is_field, channels = space.on_page() is not None, (space.picture_shape or call.shape)[0]
+    flow, space = call.flow, call.flow.space
+    is_field, channels = bool(space.medium.page()), (space.medium.picture_shape or call.shape)[0]
     if channels not in (1, RGB) and not is_field:
         raise UsageError(f"a page supports grey and RGB pictures, not {channels} channels: choose the format onnx")
     for name, exported in ((name, kind.exported()) for name, kind in call.kinds.items()):
         if exported["kind"] not in CONTROLS or exported.get("encoder", True) is None:
             raise UsageError(f"a page has no control for the condition {name}: choose the format onnx")
-    if flow.takes_source and (is_field or space.autoencoder is not None):
+    if flow.takes_source and (is_field or space.medium.decoders()):
         raise UsageError("a page reads no measurements or latents to translate: choose the format onnx")
     if degradation and degradation.is_projection and type(degradation) not in ON_PAGE:
         kind = type(degradation).__name__

@@ -14,7 +14,6 @@ from rectified_flow.errors import UsageError
 from rectified_flow.flows import Coupling, Share
 from rectified_flow.flows.couplings import CANDIDATES, nearest_candidate, optimal_pairs, squared_distances
 from rectified_flow.flows.solvers import Inpaint
-from rectified_flow.spaces.degradations import Degradation
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.spaces.space import Space
 
@@ -44,8 +43,8 @@ class Flow(nn.Module):
     are neither data, nor a condition that the network takes, nor ``noise`` or ``source`` are ignored.
 
     A flow can also translate pictures (Liu et al. 2022, arXiv:2209.03003, section 5.3). Each row then has a *source*:
-    the entry ``source`` of the batch, or the degraded data. With ``from_source``, paths start from the source, which
-    takes the place of the noise in the formulas above. Otherwise paths start from noise, and the source is the
+    the entry ``source`` of the batch. With ``from_source``, paths start from the source, which takes the place of the
+    noise in the formulas above. Otherwise paths start from noise, and the source is the
     condition ``source`` of the network (:class:`Picture <rectified_flow.condition.Picture>`).
 
     Args:
@@ -58,7 +57,6 @@ class Flow(nn.Module):
             :mod:`rectified_flow.flows.couplings`. With ``from_source``, sources take the place of the noise.
         from_source: whether paths start from sources instead of noise.
         source_noise: standard deviation of the noise that is added to sources at the start of paths.
-        degradation: what makes sources from the data; without it, they are the entry ``source`` of a batch.
 
     Raises:
         ValueError: if the network does not take data of the space's shape, or the coupling has no meaning with sources.
@@ -84,7 +82,6 @@ class Flow(nn.Module):
         coupling: Coupling = "independent",
         from_source: bool = False,
         source_noise: float = 0.0,
-        degradation: Degradation | None = None,
     ) -> None:
         super().__init__()
         self.network = network
@@ -94,11 +91,10 @@ class Flow(nn.Module):
             check_shape(self.space.shape)
         self.condition_dropout = condition_dropout
         self.coupling = coupling
-        self.from_source, self.source_noise, self.degradation = from_source, source_noise, degradation
+        self.from_source, self.source_noise = from_source, source_noise
         # A coupling would make the noise depend on the source in training, but in sampling they are independent.
-        independent_only = self.takes_source and not (from_source and coupling == "ot" and degradation is None)
-        if independent_only and coupling != "independent":
-            raise ValueError(f"with sources, coupling {coupling} is for noise; ot needs from_source and no degradation")
+        if self.takes_source and coupling not in ("independent", *(["ot"] if from_source else [])):
+            raise ValueError(f"with sources, coupling {coupling} is for noise; ot needs from_source")
 
     @property
     def takes_source(self) -> bool:
@@ -143,34 +139,34 @@ class Flow(nn.Module):
             if self.takes_source and SOURCE in batch:
                 # With the same random draws, a source is cropped, mirrored and augmented like its target.
                 with torch.random.fork_rng([data.device] if data.device.type == "cuda" else []):
-                    batch = batch | {SOURCE: self.space.augment_source(batch[SOURCE])}
+                    batch = batch | {SOURCE: self.space.source_space.augment(batch[SOURCE])[0]}
             data, described = self.space.augment(data)
         x_0 = self.space.encode(data)
         self.space.shape = self.space.shape or tuple(x_0.shape[1:])
-        conditions = self.conditions_of(batch, x_0)
+        conditions = self.conditions_of(batch)
         if is_drawn:
             start = batch["noise"].float()
         else:
             start, conditions = self.start_from(self._draw_noise(x_0, conditions, batch), conditions)
         return x_0, start, drop(self.conditions, conditions, self.condition_dropout) | described
 
-    def conditions_of(self, batch: dict[str, Any], x_0: Tensor) -> Values:
+    def conditions_of(self, batch: dict[str, Any]) -> Values:
         """Return the conditions in a batch by name, and the encoded source if the flow takes one.
 
         Args:
-            batch: may have the sources as the entry ``source``, in the form in which the space stores data.
-            x_0: the encoded data ``[b, ...]``, which are degraded if the batch has no sources.
+            batch: has the sources as the entry ``source``, in the form in which the space stores data.
+
+        Raises:
+            UsageError: if the flow takes sources, and the batch has none.
         """
         values, is_drawn = self._written_conditions(batch), "noise" in batch
         if not self.takes_source or (self.from_source and is_drawn):  # a teacher's noise has become the source
             return values
-        if SOURCE in batch:  # a teacher's store has encoded sources
-            source = batch[SOURCE]
-            is_encoded = is_drawn and source.is_floating_point()
-            return values | {SOURCE: source.float() if is_encoded else self.space.encode_source(source)}
-        assert self.degradation is not None, f"the flow translates pictures, and a batch has no {SOURCE}"
-        with torch.autocast(x_0.device.type, enabled=False):
-            return values | {SOURCE: self.degradation(x_0)}
+        if SOURCE not in batch:
+            raise UsageError(f"the flow translates data, and a batch has no {SOURCE}: give the items such an entry")
+        source = batch[SOURCE]
+        is_encoded = is_drawn and source.is_floating_point()  # in a teacher's store
+        return values | {SOURCE: source.float() if is_encoded else self.space.source_space.encode(source)}
 
     def _written_conditions(self, batch: dict[str, Any]) -> Values:
         """Return the conditions in a batch without the source."""
@@ -198,7 +194,7 @@ class Flow(nn.Module):
         data = batch[self.space.key]
         if self.from_source:
             # A pair is mirrored and augmented alike, which does not change its distance much.
-            x_0, starts = self.space.encode(data), self.space.encode_source(batch[SOURCE]).nan_to_num(0.0)
+            x_0, starts = self.space.encode(data), self.space.source_space.encode(batch[SOURCE]).nan_to_num(0.0)
         else:
             x_0 = self.space.encode(self.space.augment(data)[0])
             starts = randomness.randn("noise", x_0.shape, x_0.device)
@@ -228,7 +224,7 @@ class Flow(nn.Module):
 
         Args:
             count: number of rows if no tensor is given.
-            conditions: values by name; sources ``source`` ``[b, ...]`` are data as the space stores them, or encoded.
+            conditions: values by name; sources ``source`` ``[b, ...]`` are data as the space stores them.
             noise: standard normal ``[b, ...]``.
             start: data ``[b, ...]`` to start from, as the space stores them, with noise up to ``strength``.
             strength: the time to start at, with ``start``.
@@ -254,7 +250,7 @@ class Flow(nn.Module):
         """Return conditions on the device of the network, with sources encoded."""
         placed = {name: values.to(self.device) for name, values in conditions.items()}
         if self.takes_source and SOURCE in placed:
-            placed[SOURCE] = self.space.encode_source(placed[SOURCE])
+            placed[SOURCE] = self.space.source_space.encode(placed[SOURCE])
         return placed
 
     def inpainting(self, start: Tensor | None, mask: Tensor | None, x: Tensor, strength: float = 1.0) -> Inpaint | None:
@@ -368,4 +364,4 @@ def sample_batches(
         drawn = some if draws is None else [draws[number] for number in some]
         with randomness.deterministic(randomness.Samples(seed, drawn), _device_of(flow)):
             data = flow.sample(len(some), **given, **options)
-            yield some, space.render(data) if render else data
+            yield some, space.medium.render(data) if render else data

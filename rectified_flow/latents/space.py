@@ -4,12 +4,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, cast
 
 import numpy as np
 import torch
 from accelerate import PartialState
 from torch import Tensor, nn
+from typing_extensions import override
 
 from rectified_flow import randomness
 from rectified_flow.condition import Values
@@ -20,8 +21,9 @@ from rectified_flow.errors import UsageError
 from rectified_flow.latents.autoencoders import Autoencoder, PretrainedAutoencoder
 from rectified_flow.parts import choose, split_part
 from rectified_flow.registry import describe, names, register
+from rectified_flow.spaces.pictures import RGB, Pictures
 from rectified_flow.spaces.pixels import Pixels
-from rectified_flow.spaces.space import RGB, Shape, Space
+from rectified_flow.spaces.space import DataFacts, Shape, Space
 
 PIXELS_AT_ONCE = 2**20  # pixels that are encoded or decoded at once: their activations take many times the memory
 
@@ -47,6 +49,7 @@ class StoredLatents(Space):
         self.std = list(std) or [1.0] * self.shape[0]
         self._placed: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
+    @override
     def augment(self, data: Tensor) -> tuple[Tensor, Values]:
         """Draw a variant of each row, and latents from its distribution: ``[b, 1, 1, c, ...]``, float32."""
         rows = torch.arange(len(data), device=data.device)
@@ -58,14 +61,17 @@ class StoredLatents(Space):
             latents = latents + data[:, :1, 1:].float() * noise[:, None, None]
         return latents, {}
 
+    @override
     def encode(self, data: Tensor) -> Tensor:
         """Return the mean of the first variant's distribution, normalised."""
         mean, std = self._scales(data.device)
         return (data[:, 0, 0].float() - mean) / std
 
-    def to_stored(self, x: Tensor) -> Tensor:
+    @override
+    def to_stored(self, x: Tensor, *, exact: bool = False) -> Tensor:
         """Return a single variant without a standard deviation, float16 ``[b, 1, 1, c, ...]``."""
-        return self.unscaled(x)[:, None, None].half()
+        stored = self.unscaled(x)[:, None, None]
+        return stored if exact else stored.half()
 
     def unscaled(self, x: Tensor) -> Tensor:
         """Return latents on the scale of the autoencoder, float32."""
@@ -84,7 +90,7 @@ class StoredLatents(Space):
 class Latents(StoredLatents):
     """Latents ``[b, c, h, w]`` of pictures, each channel of mean 0 and standard deviation 1 over the training pictures.
 
-    Generated data are pictures, float32 in [0, 1].
+    It is a space around the space of pixels: generated data are pictures, float32 in [0, 1].
 
     Args:
         autoencoder: autoencoder that encoded the pictures.
@@ -93,83 +99,104 @@ class Latents(StoredLatents):
         scale: ``mean`` and ``std`` of each channel.
     """
 
+    uses = ("autoencoder",)
+
     def __init__(self, autoencoder: Autoencoder, image_size: int, shape: Shape | None = None, **scale: Any) -> None:
         super().__init__(shape or autoencoder.shape_of(image_size)[1:], **scale)
         self.autoencoder: Autoencoder = autoencoder
         self.image_size = image_size
-        self._pixels = Pixels(self.picture_shape)
+        _, *sides = self.shape or ()
+        self.pixels = Pixels((RGB, *(image_size * side // min(sides) for side in sides)))
+        """The space of the pictures."""
 
     @classmethod
-    def of(cls, autoencoder: Sequence[str], shape: Shape) -> "Latents":
-        """Build the space for pictures ``(c, h, w)`` and the autoencoder of the flags; scales are measured later."""
-        name, options = split_part(autoencoder)
-        part = ["Small" if name == "small" else name, *options]
-        is_registered = bool(options) or part[0] in names(Autoencoder)
-        found = choose("autoencoder", Autoencoder, part).build() if is_registered else PretrainedAutoencoder(name)
-        return cls(found, min(shape[1:]), found.shape_of(*shape[1:])[1:])
-
-    def encode_all(self, pictures: Any, *, mirrored: bool) -> tuple[Any, Space]:
-        """Return the latents of all pictures and of their sources, and the space with the scales of the latents."""
-        latents = encode_pictures(ImageDataset(pictures.path), self.autoencoder, mirrored=mirrored)
-        source = pictures.source and encode_pictures(pictures.source, self.autoencoder, mirrored=mirrored)
-        latents.space.autoencoder = self.autoencoder  # its folder may have moved since the latents were stored
-        same = {name: getattr(pictures, name) for name in ("rows", "partners", "columns", "seed")}
-        return latents.changed(source=source, **same), latents.space
-
-    def use_autoencoder(self, place: str) -> None:
-        """Replace the autoencoder of a folder or hub id."""
-        if not isinstance(self.autoencoder, PretrainedAutoencoder):
-            super().use_autoencoder(place)
-        self.autoencoder = PretrainedAutoencoder(place, self.autoencoder.fingerprint)
+    @override
+    def of(cls, facts: DataFacts, /) -> Self:
+        """Build the space with the scale of a teacher; without a teacher, the scale is measured later."""
+        if not facts.autoencoder:
+            raise UsageError("Latents need an autoencoder: pass --autoencoder")
+        autoencoder, sides = autoencoder_of(facts.autoencoder), facts.shape[1:]
+        if facts.teacher is None:
+            return cls(autoencoder, min(sides), autoencoder.shape_of(*sides)[1:])
+        teacher = cast(Self, facts.teacher)  # a teacher's run has the autoencoder of this one
+        if teacher.autoencoder.fingerprint != autoencoder.fingerprint:
+            raise UsageError(f"--autoencoder {autoencoder.name} is not the teacher's autoencoder: leave it out")
+        teacher.autoencoder = autoencoder  # its folder may have moved
+        return teacher
 
     @property
-    def picture_shape(self) -> tuple[int, ...]:
-        """The shape of the pictures that are encoded."""
-        _, *sides = self.shape or ()
-        return RGB, *(self.image_size * side // min(sides) for side in sides)
+    @override
+    def medium(self) -> "EncodedPictures":
+        return EncodedPictures(self)
 
-    def scaled_like(self, other: Space) -> Space:
-        """Return the other space of latents with the autoencoder of this space, whose folder may have moved."""
-        assert isinstance(other, Latents)  # a teacher's run has the autoencoder of this one
-        if other.autoencoder.fingerprint != self.autoencoder.fingerprint:
-            raise UsageError(f"--autoencoder {self.autoencoder.name} is not the teacher's autoencoder: leave it out")
-        other.autoencoder = self.autoencoder
-        return other
-
-    def on_page(self) -> None:
-        """Return None: an exported program shows the pictures of the decoder."""
-
-    def decoder(self) -> nn.Module:
-        """Return the decoder of the autoencoder, for latents as the flow has them."""
-        return Decoder(self)
-
+    @override
     def decode(self, x: Tensor) -> Tensor:
         """Return pictures in [0, 1], decoded some at a time."""
         parts = self.unscaled(x).split(self._at_once)
-        return self._pixels.decode(torch.cat([self.autoencoder.decode(part) for part in parts]))
+        return self.pixels.decode(torch.cat([self.autoencoder.decode(part) for part in parts]))
 
-    def render(self, data: Tensor) -> Tensor:
-        """Render decoded pictures."""
-        return self._pixels.render(data)
-
-    def from_pictures(self, pictures: Tensor) -> Tensor:
-        """Encode pictures some at a time, as a single variant ``[b, 1, k, c, h, w]``."""
-        parts = self._pixels.encode(pictures).split(self._at_once)
+    def latents_of(self, pictures: Tensor) -> Tensor:
+        """Encode stored pictures some at a time, as a single variant ``[b, 1, k, c, h, w]``."""
+        parts = self.pixels.encode(pictures).split(self._at_once)
         encoded = [self.autoencoder.encode(part) for part in parts]
         return torch.cat([torch.stack([each for each in pair if each is not None], dim=1) for pair in encoded])[:, None]
 
-    def prepare(self, device: torch.device) -> None:
-        """Load the autoencoder onto ``device``."""
-        self.autoencoder.prepare(device)
-
-    @property
-    def noun(self) -> str:
-        """The sides of a picture and the name of the autoencoder."""
-        return f"{self._pixels.noun} by {self.autoencoder.name}"
-
     @property
     def _at_once(self) -> int:
-        return max(1, PIXELS_AT_ONCE // math.prod(self.picture_shape[1:]))
+        return max(1, PIXELS_AT_ONCE // math.prod((self.pixels.shape or ())[1:]))
+
+
+def autoencoder_of(part: Sequence[str]) -> Autoencoder:
+    """Return the autoencoder of ``--autoencoder``: a registered one with its arguments, or of a folder or hub id."""
+    name, options = split_part(part)
+    words = ["Small" if name == "small" else name, *options]
+    if options or words[0] in names(Autoencoder):
+        return choose("autoencoder", Autoencoder, words).build()
+    return PretrainedAutoencoder(name)
+
+
+class EncodedPictures(Pictures):
+    """Pictures that an autoencoder encodes, so that a store holds their latents."""
+
+    space: Latents
+
+    @property
+    @override
+    def picture_shape(self) -> tuple[int, ...]:
+        return self.space.pixels.medium.picture_shape
+
+    @property
+    @override
+    def noun(self) -> str:
+        return f"{super().noun} by {self.space.autoencoder.name}"
+
+    @override
+    def stored(self, data: Tensor) -> Tensor:
+        return self.space.latents_of(data)
+
+    @override
+    def rows(self, dataset: Any, *, mirrored: bool) -> tuple[Any, Space]:
+        """Return the latents of all pictures and of their sources, and the space with the scales of the latents."""
+        autoencoder, source = self.space.autoencoder, dataset.source
+        latents = encode_pictures(ImageDataset(dataset.path), autoencoder, mirrored=mirrored)
+        source = source and encode_pictures(source, autoencoder, mirrored=mirrored)
+        space = cast(Latents, latents.space)
+        space.autoencoder = autoencoder  # its folder may have moved since the latents were stored
+        same = {name: getattr(dataset, name) for name in ("rows", "partners", "columns", "seed")}
+        return latents.changed(source=source, **same), space
+
+    @override
+    def prepare(self, device: torch.device, autoencoder: str | None = None) -> None:
+        known = self.space.autoencoder
+        if autoencoder is not None:
+            if not isinstance(known, PretrainedAutoencoder):
+                super().prepare(device, autoencoder)
+            self.space.autoencoder = PretrainedAutoencoder(autoencoder, known.fingerprint)
+        self.space.autoencoder.prepare(device)
+
+    @override
+    def decoders(self) -> dict[str, nn.Module]:
+        return {"decoder": Decoder(self.space)}
 
 
 class Decoder(nn.Module):
@@ -182,6 +209,7 @@ class Decoder(nn.Module):
         shape = (-1, *[1] * (len(space.shape or ()) - 1))
         self.mean, self.std = (torch.tensor(scale).reshape(shape) for scale in (space.mean, space.std))
 
+    @override
     def forward(self, x: Tensor) -> Tensor:
         """Return pictures ``[b, 3, h, w]`` in about [-1, 1]."""
         return self.autoencoder.decode(x * self.std + self.mean)
@@ -200,7 +228,7 @@ class LatentDataset(StoreDataset):
     def description(self) -> str:
         """One line that describes the images and the shape of their latents."""
         shape = " x ".join(map(str, self.info.rows[LATENTS_FILE][2:]))
-        return f"{super().description}, as latents of {shape} by {self.space.autoencoder.name}"
+        return f"{super().description}, as latents of {shape} by {cast(Latents, self.space).autoencoder.name}"
 
 
 def channel_scales(file: Path, length: int, shape: Sequence[int]) -> tuple[list[float], list[float]]:
@@ -244,7 +272,7 @@ def encode_pictures(pictures: ImageDataset, autoencoder: Autoencoder, *, mirrore
     def make(numbers: Sequence[int]) -> Mapping[str, Tensor]:
         images = pictures.read_batch(numbers)["images"].to(state.device)
         variants = [images, images.flip(-1)][: 1 + mirrored]
-        return {"latents": torch.cat([space.from_pictures(each) for each in variants], dim=1).half()}
+        return {"latents": torch.cat([space.latents_of(each) for each in variants], dim=1).half()}
 
     def document() -> dict[str, Any]:
         mean, std = channel_scales(writer.stage / LATENTS_FILE, writer.length, writer.shapes[LATENTS_FILE])

@@ -13,7 +13,8 @@ from rectified_flow.data.sources.folder import FileFolder, is_image
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.measurements import files as field_files
 from rectified_flow.measurements.files import FIELD_SUFFIXES, Array, FieldFormat, StoreBits, fit_field
-from rectified_flow.measurements.space import Fields, default_show
+from rectified_flow.measurements.medium import default_show
+from rectified_flow.measurements.space import Fields
 from rectified_flow.registry import describe, register
 from rectified_flow.system.files import printable
 from rectified_flow.system.pictures import IMAGE_SUFFIXES, OTHER_SUFFIXES

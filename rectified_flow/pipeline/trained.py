@@ -95,7 +95,7 @@ class FlowPipeline(DiffusionPipeline):
         options |= {"guidance": Guidance(scale)} if scale != 1 else {}
         how: dict[str, Any] = {"batch_size": batch_size, "conditions": read_written(flow.conditions, texts)}
         drawn = sample_batches(flow, range(num_images), render=False, **how, **options)
-        values = torch.cat([flow.space.render_with_alpha(data).cpu() for _, data in drawn]).float() / 255
+        values = torch.cat([flow.space.medium.contents(data).cpu() for _, data in drawn]).float() / 255
         images: Any = VaeImageProcessor().postprocess(values, output_type, [False] * num_images)
         if output_type == "pil" and metadata:
             steps, solver = options["steps"], solver_name(flow, {})

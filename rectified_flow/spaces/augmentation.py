@@ -105,6 +105,7 @@ def _moved(x: Tensor, linear: Tensor, shift: Tensor, whole: Tensor | None = None
     if whole is None:
         return sample(x, mode="bicubic")
     moved = over_known(partial(sample, mode="bicubic"), x, least=0.5)
+    whole = whole & x.isnan().flatten(1).any(dim=1)  # other rows stay the same to the bit
     return torch.where(whole[:, None, None, None], sample(x, mode="nearest"), moved)
 
 

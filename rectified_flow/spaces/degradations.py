@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from annotated_types import Interval
 from torch import Tensor
+from typing_extensions import override
 
 from rectified_flow import randomness
 from rectified_flow.registry import register
@@ -33,6 +34,8 @@ class Degradation(ABC):
 
     is_projection: ClassVar[bool] = False
     """Whether a second application changes nothing. If so, pictures to start from are degraded, too."""
+    leaves_holes: ClassVar[bool] = False
+    """Whether results have unknown pixels at random places. If so, users may choose the places in sampling."""
 
     @abstractmethod
     def __call__(self, x: Tensor) -> Tensor:
@@ -52,6 +55,7 @@ class Downsample(Degradation):
     def __init__(self, factor: Annotated[int, Interval(ge=2)] = 4) -> None:
         self.factor = factor
 
+    @override
     def __call__(self, x: Tensor) -> Tensor:
         """Replace each block of pixels, also those cut by the edges, by the average of its known ones."""
         means = over_known(partial(F.avg_pool2d, kernel_size=self.factor, ceil_mode=True), x)
@@ -64,6 +68,7 @@ class Grey(Degradation):
 
     is_projection = True
 
+    @override
     def __call__(self, x: Tensor) -> Tensor:
         """Replace the three colours by the brightness."""
         return _with_colours(_brightness(x), x)
@@ -80,6 +85,7 @@ class Blur(Degradation):
     def __init__(self, sigma: Annotated[float, Interval(gt=0, le=64)] = 2.0) -> None:
         self.sigma = sigma
 
+    @override
     def __call__(self, x: Tensor) -> Tensor:
         """Blur along the rows and then along the columns; the edges are repeated outwards.
 
@@ -105,9 +111,12 @@ class Mask(Degradation):
         shape: ``box`` for a rectangle, ``brush`` for strokes.
     """
 
+    leaves_holes = True
+
     def __init__(self, shape: Literal["box", "brush"] = "box") -> None:
         self.shape = shape
 
+    @override
     def __call__(self, x: Tensor) -> Tensor:
         """Set the pixels of a random hole in each row to NaN."""
         hole = (_box if self.shape == "box" else _strokes)(x)
@@ -118,6 +127,7 @@ class Mask(Degradation):
 class Edges(Degradation):
     """Dark lines on white where the brightness changes, for turning drawings into pictures."""
 
+    @override
     def __call__(self, x: Tensor) -> Tensor:
         """Replace the colours by lines."""
         sobel = torch.tensor([[1.0, 2.0, 1.0], [0.0, 0.0, 0.0], [-1.0, -2.0, -1.0]], device=x.device, dtype=x.dtype) / 8

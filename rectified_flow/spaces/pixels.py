@@ -2,15 +2,18 @@
 
 from collections.abc import Sequence
 from math import log2
+from typing import Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from rectified_flow import randomness
 from rectified_flow.condition import Values
 from rectified_flow.registry import register
 from rectified_flow.spaces.augmentation import augmented
-from rectified_flow.spaces.space import RGB, RGBA, Shape, Space
+from rectified_flow.spaces.pictures import Pictures, to_uint8
+from rectified_flow.spaces.space import DataFacts, Shape, Space, dequantised
 
 LEVEL = 1 / 127.5  # distance of two levels of 8 bits in [-1, 1]
 
@@ -30,73 +33,52 @@ class Pixels(Space):
             which the network takes as a condition; 0 for none.
     """
 
+    uses = ("augmentation",)
+
     def __init__(self, shape: Shape | None = None, *, horizontal_flip: bool = False, augmentation: float = 0.0) -> None:
         self.shape = None if shape is None else tuple(shape)
         self.horizontal_flip, self.augmentation = horizontal_flip, augmentation
-        self._sides = None if self.shape is None else self.shape[-2:]
+
+    @classmethod
+    @override
+    def of(cls, facts: DataFacts, /) -> Self:
+        return cls(facts.shape, horizontal_flip=facts.mirrored, augmentation=facts.augmentation)
 
     @property
-    def picture_shape(self) -> tuple[int, ...] | None:
-        """The shape, if it is that of RGB or RGBA pictures."""
-        return self.shape if self.shape is not None and self.shape[0] in (RGB, RGBA) else None
+    @override
+    def medium(self) -> Pictures:
+        return Pictures(self)
 
+    @override
     def augment(self, data: Tensor) -> tuple[Tensor, Values]:
-        """Draw a random part of each row, mirrored and augmented if the space does so."""
-        data = cropped(data, self._sides, at_random=True)
+        data = cropped(data, self.shape, at_random=True)
         data = mirrored(data) if self.horizontal_flip else data
         if not self.augmentation:
             return data, {}
-        x, numbers = augmented(self.encode(data), self.augmentation)
+        # Sources are floating point, and may have unknown pixels.
+        unknown = data.is_floating_point()
+        x, numbers = augmented(self.encode(data), self.augmentation, has_missing=unknown)
         return x, {"augmentation": numbers}
 
+    @override
     def encode(self, data: Tensor) -> Tensor:
-        """Return float32 in [-1, 1], the centre of larger pictures."""
-        data = cropped(data, self._sides)
+        data = cropped(data, self.shape)
         return data.float() / 127.5 - 1 if data.dtype == torch.uint8 else data.float()
 
+    @override
     def decode(self, x: Tensor) -> Tensor:
-        """Return float32 in [0, 1], with values outside clipped."""
         return x.float().add(1).div(2).clamp(0, 1)
 
-    def render(self, data: Tensor) -> Tensor:
-        """Render uint8 pictures: one channel as grey, RGBA over white, and of more channels the first three."""
-        if data.shape[1] == RGBA:
-            colours, alpha = data.split((RGB, 1), dim=1)
-            data = torch.lerp(torch.ones_like(colours), colours, alpha)
-        pictures = _to_uint8(data)
-        return pictures.expand(-1, 3, -1, -1) if pictures.shape[1] == 1 else pictures[:, :RGB]
+    @override
+    def to_stored(self, x: Tensor, *, exact: bool = False) -> Tensor:
+        return x.float() if exact else to_uint8(self.decode(x))
 
-    def render_with_alpha(self, data: Tensor) -> Tensor:
-        """Render RGBA pictures with their transparency, others as :meth:`render`."""
-        return _to_uint8(data) if data.shape[1] == RGBA else self.render(data)
 
-    def on_page(self) -> None:
-        """Return None."""
-
-    def to_stored(self, x: Tensor) -> Tensor:
-        """Return uint8 pictures."""
-        return _to_uint8(self.decode(x))
-
-    def dequantised(self, data: Tensor) -> tuple[Tensor, Tensor | float]:
-        """Draw each value uniformly within its level (Theis et al. 2015, arXiv:1511.01844)."""
-        x = self.encode(data)
-        return x + LEVEL * (randomness.rand("dequantisation", x.shape, x.device) - 0.5), log2(LEVEL)
-
-    def problem_with(self, data: Tensor) -> str | None:
-        """Return a sentence on floating-point pictures outside [-1, 1], or in [0, 1] only (as of ``ToTensor``)."""
-        least, most = (float(value) for value in data.aminmax())
-        if data.dtype == torch.uint8 or (-1 <= least < 0 and most <= 1):
-            return None
-        return f"images reach from {least:.3g} to {most:.3g}; scale floating-point images to [-1, 1], or store uint8"
-
-    @property
-    def noun(self) -> str:
-        """The sides of a picture in words."""
-        if self.shape is None:
-            return "images"
-        channels, height, width = self.shape
-        size = str(width) if width == height else f"{width}x{height}"
-        return f"{size} px" + " with transparency" * (channels == RGBA)
+@dequantised.register
+def _(space: Pixels, data: Tensor) -> tuple[Tensor, Tensor | float]:
+    """Draw each value uniformly within its level (Theis et al. 2015, arXiv:1511.01844)."""
+    x = space.encode(data)
+    return x + LEVEL * (randomness.rand("dequantisation", x.shape, x.device) - 0.5), log2(LEVEL)
 
 
 def cropped(data: Tensor, shape: Sequence[int] | None, *, at_random: bool = False) -> Tensor:
@@ -119,7 +101,3 @@ def mirrored(data: Tensor) -> Tensor:
     """Mirror half of the rows ``[b, c, h, w]``."""
     chosen = randomness.rand("horizontal flip", (len(data), 1, 1, 1), data.device) < 0.5
     return torch.where(chosen, data.flip(-1), data)
-
-
-def _to_uint8(data: Tensor) -> Tensor:
-    return data.mul(255).round().to(torch.uint8)

@@ -316,7 +316,7 @@ def draw_preview(
     count, columns, conditions, texts = config.num_samples, None, dict[str, Tensor](), None
     if getattr(flow, "takes_source", False) or getattr(data, "columns", None):
         count = min(count, len(data))
-        conditions = how["conditions"] = conditions_of(flow, data, range(count), config.seed)
+        conditions = how["conditions"] = conditions_of(flow, data, range(count))
         if SOURCE in conditions:
             columns = PAIRS * 2
         else:
@@ -335,7 +335,7 @@ def draw_preview(
         images = map_over_ranks(accelerator, count, sample)
         if SOURCE in conditions:
             images = torch.stack((render_sources(flow, conditions[SOURCE]), images), dim=1).flatten(0, 1)
-        return images, columns, texts, getattr(space, "legend", None)
+        return images, columns, texts, None if space is None else space.medium.legend
     return None
 
 

@@ -93,11 +93,10 @@ def explain_loader_errors() -> Iterator[None]:
 def checked(batches: Iterator[Batch], flow: nn.Module, report: Callable[[str], object]) -> Iterator[Batch]:
     """Return the same batches, after warnings about the first: data out of range, conditions that are missing."""
     first, space = next(batches), getattr(flow, "space", None)
-    problem = None if space is None or space.key not in first else space.problem_with(first[space.key])
+    problem = None if space is None else space.medium.problem_with(first)
     if problem is not None:
         report(f"warning: {problem}")
-    made = {SOURCE} if getattr(flow, "degradation", None) is not None else set()
-    missing = ", ".join(name for name in chosen(getattr(flow, "conditions", {})) if name not in {*first, *made})
+    missing = ", ".join(name for name in chosen(getattr(flow, "conditions", {})) if name not in first)
     if missing:
         report(f"warning: the network takes {missing}, which the data do not have: it is trained without")
     return chain([first], batches)

@@ -15,6 +15,7 @@ from rectified_flow.flows.flow import SOURCE, Flow
 from rectified_flow.randomness import BatchRows, deterministic
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.folder import precision_name
+from rectified_flow.spaces.medium import Medium
 from rectified_flow.system.terminal import lines
 from rectified_flow.training.optimizers import BuildOptimizer
 
@@ -148,8 +149,6 @@ def summarize(config: TrainingConfig, accelerator: Accelerator, flow: nn.Module,
 
 
 def items_of(flow: nn.Module) -> str:
-    """Return the name of a flow's items in the plural: ``images``, or the key of its space."""
-    space = getattr(flow, "space", None)
-    if getattr(space, "picture_shape", None) is not None:
-        return "images"
-    return getattr(space, "key", "items")
+    """Return the name of a flow's items in the plural."""
+    space = getattr(flow, "space", None)  # other modules can be trained, too
+    return Medium.items if space is None else str(space.medium.items)

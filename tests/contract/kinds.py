@@ -273,7 +273,7 @@ KINDS: dict[str, Kind] = {
         "own_space",
         "--dataset rings --space Clouds scale=300 --network PointNetwork width=16",
         calls=("sample", "evaluate", "export"),
-        export="--checkpoint has a flow of clouds",
+        export="a flow of clouds",
         one_step=NO_TEACHER,
     ),
     "own dataset": guest(

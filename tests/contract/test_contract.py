@@ -123,5 +123,5 @@ def test_it_is_loaded_in_python(runs: Runs) -> None:
     assert document["training"]["import"] == list(runs.kind.imports)
     if not flow.takes_source:
         samples = flow.sample(3, steps=2)
-        assert samples.shape == (3, *(flow.space.picture_shape or flow.space.shape or ()))
+        assert samples.shape == (3, *(flow.space.medium.picture_shape or flow.space.shape or ()))
         assert samples.isfinite().all()

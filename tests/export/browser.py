@@ -83,9 +83,9 @@ class Shown:
         return np.array(self.page.evaluate(PIXELS, number)).reshape(8, 8, 4)[..., :3]
 
 
-def export_page(flow: Flow, folder: Path) -> Path:
+def export_page(flow: Flow, folder: Path, degrade: str | None = None) -> Path:
     """Export the page of a flow whose run is in ``folder``, and return the page's folder."""
-    write(flow, folder)
+    write(flow, folder, degrade=degrade)
     call("export.py", "--checkpoint", folder, "--format", "page")
     return folder / "exported"
 

@@ -22,7 +22,6 @@ from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.latents.space import Latents
 from rectified_flow.load import model_hash
 from rectified_flow.networks.unet import Unet
-from rectified_flow.spaces.degradations import Downsample, Mask
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.system.artifact import OUTPUTS_MANIFEST
 from rectified_flow.text.caption import Caption
@@ -47,9 +46,11 @@ def small(**conditions: object) -> Unet:
     return network
 
 
-def written(flow: Flow, folder: Path, *flags: str) -> tuple[Callable[..., Tensor], dict[str, object]]:
+def written(
+    flow: Flow, folder: Path, *flags: str, degrade: str | None = None
+) -> tuple[Callable[..., Tensor], dict[str, object]]:
     """The program that export.py writes of ``flow``, and its description."""
-    write(flow, folder)
+    write(flow, folder, degrade=degrade)
     call("export.py", "--checkpoint", folder, *flags)
     content = (folder / "exported" / MODEL_FILE).read_bytes()
     for path in (ROOT, sys.prefix):
@@ -110,8 +111,8 @@ def test_a_map_in_half_as_onnx(tmp_path: Path) -> None:
 def test_a_source_as_a_condition_beside_labels(tmp_path: Path) -> None:
     """The source has two inputs without NaN: pixels, and the map of unknown pixels. One row is half known."""
     network = small(labels=Labels(2, ("cat", "dog")), source=Picture((3, 8, 8)))
-    flow = RectifiedFlow(network, space=Pixels((3, 8, 8)), degradation=Mask("brush"))
-    run, said = written(flow, tmp_path)
+    flow = RectifiedFlow(network, space=Pixels((3, 8, 8)))
+    run, said = written(flow, tmp_path, degrade="mask:brush")
     assert said["inputs"] == {
         **X_AND_T,
         "labels": {"type": "int64", "shape": ["b"]},
@@ -132,9 +133,9 @@ def test_a_source_as_a_condition_beside_labels(tmp_path: Path) -> None:
 
 @torch.no_grad()
 def test_a_path_that_starts_from_a_source_needs_no_further_input(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"from_source": True, "source_noise": 0.25, "degradation": Downsample(2)}
+    settings: dict[str, Any] = {"from_source": True, "source_noise": 0.25}
     flow = MeanFlow(small(labels=Labels(2)), space=Pixels((3, 8, 8)), **settings)
-    run, said = written(flow, tmp_path)
+    run, said = written(flow, tmp_path, degrade="downsample:2")
     assert list(said["inputs"]) == ["x", "t", "r", "labels"]  # type: ignore[call-overload]
     degradation = {"kind": "Downsample", "factor": 2}
     assert said["source"] == {"as": "start", "noise": 0.25, "degradation": degradation, "paints": False}

@@ -188,10 +188,10 @@ class Linear(nn.Module):
         return value + 0.7 * pixels - 0.4 * unknown
 
 
-def flow_of(kind: type[Flow], source: str | None, degradation: Degradation | None = None) -> Flow:
+def flow_of(kind: type[Flow], source: str | None) -> Flow:
     network = Linear(source=Picture(SHAPE)) if source == "condition" else Linear()
     start: dict[str, Any] = {"from_source": True, "source_noise": 0.25} if source == "start" else {}
-    return kind(network, space=Pixels(SHAPE), degradation=degradation, **start)
+    return kind(network, space=Pixels(SHAPE), **start)
 
 
 @pytest.mark.parametrize("painted", [False, True])
@@ -200,8 +200,8 @@ def flow_of(kind: type[Flow], source: str | None, degradation: Degradation | Non
 def test_a_picture_becomes_what_it_becomes_in_python(
     page_folder: Path, kind: type[Flow], source: str | None, painted: bool
 ) -> None:
-    flow = flow_of(kind, source, Mask() if source else None)
-    model: dict[str, Any] = describe(NetworkCall(flow))
+    flow = flow_of(kind, source)
+    model: dict[str, Any] = describe(NetworkCall(flow), Mask() if source else None)
     images = torch.randint(256, (1, *SHAPE), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
     mask = torch.zeros(1, 1, 8, 8, dtype=torch.bool)
     mask[..., 2:6, 3:] = painted
@@ -221,7 +221,7 @@ def test_a_picture_becomes_what_it_becomes_in_python(
         options |= {"mask": mask.expand(rows, -1, -1, -1)} if painted else {"strength": level}
     with deterministic(Samples(7, NUMBERS), torch.device("cpu")):
         expected = flow.sample(rows, labels=torch.ones(rows, dtype=torch.long), **options)
-    rendered = flow.space.render(expected)
+    rendered = flow.space.medium.render(expected)
     if painted:  # as sample.py has it
         rendered = torch.where(mask, rendered, images)
         expected = torch.where(mask, expected, flow.space.decode(picture))
@@ -238,7 +238,7 @@ def test_a_picture_becomes_what_it_becomes_in_python(
 @pytest.mark.parametrize("degradation", [Downsample(2), Downsample(3), Grey(), Mask(), None])
 def test_pictures_are_degraded_as_in_python(page_folder: Path, degradation: Degradation | None) -> None:
     """The page applies projections only: the visitor paints a mask."""
-    model: dict[str, Any] = describe(NetworkCall(flow_of(RectifiedFlow, "start", degradation)))
+    model: dict[str, Any] = describe(NetworkCall(flow_of(RectifiedFlow, "start")), degradation)
     x = torch.rand(1, *SHAPE) * 2 - 1
     body = "const { model, x } = given; return [...sampler.degraded(model, Float32Array.from(x))];"
     found = torch.tensor(run(page_folder, body, model=model, x=x.flatten().tolist())).reshape(x.shape)

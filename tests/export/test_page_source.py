@@ -13,7 +13,6 @@ from rectified_flow.condition import Labels, Picture
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
-from rectified_flow.spaces.degradations import Downsample, Mask
 from rectified_flow.spaces.pixels import Pixels
 from tests.export.browser import UNNAMED, Shown, export_page, looking_at, serving
 from tests.export.test_onnx import small
@@ -35,9 +34,9 @@ PASTE = """async (name) => {
 
 
 @contextmanager
-def exported(flow: Flow, folder: Path, browser: Any) -> Iterator[Shown]:
+def exported(flow: Flow, folder: Path, browser: Any, degrade: str | None = None) -> Iterator[Shown]:
     """Show the page of a flow, which is not waited for, with the picture given.png of a visitor beside it."""
-    page = export_page(flow, folder)
+    page = export_page(flow, folder, degrade)
     pixels = np.random.default_rng(0).integers(256, size=(8, 8, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(page / "given.png")
     with serving(page) as address, looking_at(browser, address) as shown:
@@ -75,9 +74,8 @@ def paint(shown: Shown, frame: str) -> None:
 
 def test_a_picture_is_degraded_and_translated(tmp_path: Path, browser: Any) -> None:
     """The page asks for a picture first. The visitor drops or pastes the picture."""
-    settings: dict[str, Any] = {"from_source": True, "source_noise": 0.25, "degradation": Downsample(2)}
-    flow = RectifiedFlow(small(), space=Pixels(SHAPE), **settings)
-    with exported(flow, tmp_path, browser) as shown:
+    flow = RectifiedFlow(small(), space=Pixels(SHAPE), from_source=True, source_noise=0.25)
+    with exported(flow, tmp_path, browser, "downsample:2") as shown:
         page, file = shown.page, tmp_path / "exported/given.png"
         wait_for("the page", page.locator("#call").is_visible)
         assert page.locator("#controls").is_hidden()
@@ -132,8 +130,8 @@ def test_before_and_after_by_keyboard_and_side_by_side(tmp_path: Path, browser: 
 def test_a_part_is_painted_over_and_the_rest_is_kept(tmp_path: Path, browser: Any) -> None:
     """The source is a condition beside the classes, and a map draws sixteen results at once."""
     network = small(labels=Labels(2, ("cat", "dog")), source=Picture(SHAPE))
-    flow = MeanFlow(network, space=Pixels(SHAPE), degradation=Mask())
-    with exported(flow, tmp_path, browser) as shown:
+    flow = MeanFlow(network, space=Pixels(SHAPE))
+    with exported(flow, tmp_path, browser, "mask:box") as shown:
         page = shown.page
         wait_for("the page", page.locator("#call").is_visible)
         shown.drop(tmp_path / "exported/given.png")
@@ -176,8 +174,10 @@ FLOWS: dict[str, Callable[[], Flow]] = {
     "of noise": flow_with_conditions,
     "of one step": lambda: MeanFlow(small(), space=Pixels(SHAPE)),
     "from a picture": lambda: RectifiedFlow(small(), space=Pixels(SHAPE), from_source=True, source_noise=0.25),
-    "of a mask": lambda: MeanFlow(small(source=Picture(SHAPE)), space=Pixels(SHAPE), degradation=Mask()),
+    "of a mask": lambda: MeanFlow(small(source=Picture(SHAPE)), space=Pixels(SHAPE)),
 }
+DEGRADE = {"of a mask": "mask:box"}
+"""The flag with which the flow of this name was trained."""
 
 
 def check(shown: Shown) -> None:
@@ -196,7 +196,7 @@ def check(shown: Shown) -> None:
 @pytest.mark.parametrize("name", FLOWS)
 def test_a_page_violates_no_guideline(name: str, tmp_path: Path, browser: Any) -> None:
     """Check the first view, which may ask for a picture, and the view of a picture."""
-    with exported(FLOWS[name](), tmp_path, browser) as shown:
+    with exported(FLOWS[name](), tmp_path, browser, DEGRADE.get(name)) as shown:
         if name in ("of noise", "of one step"):
             shown.wait()
         else:
@@ -231,7 +231,7 @@ def test_the_tab_key_leads_to_every_control_and_shows_where_it_is(tmp_path: Path
 
 
 def test_a_part_is_painted_over_by_keyboard(tmp_path: Path, browser: Any) -> None:
-    with exported(FLOWS["of a mask"](), tmp_path, browser) as shown:
+    with exported(FLOWS["of a mask"](), tmp_path, browser, DEGRADE["of a mask"]) as shown:
         page = shown.page
         wait_for("the page", page.locator("#call").is_visible)
         page.set_input_files("#file", tmp_path / "exported/given.png")

@@ -4,14 +4,14 @@ import wave
 from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rectified_flow import Space, UsageError, register
+from rectified_flow import DataFacts, Medium, Space, UsageError, register
 from rectified_flow.data.framing import Framing
 from rectified_flow.data.sources import PictureRows
 from rectified_flow.data.sources.folder import FileFolder, is_image
@@ -34,6 +34,29 @@ def read_sound(file: Path) -> Sound:
         return content.getframerate(), torch.from_numpy(samples.astype(np.float32) / 32768)
 
 
+class Sounds(Medium):
+    """WAV files, whose pictures have low frequencies at the bottom, and full scale in white."""
+
+    space: "Spectrograms"
+    items = "sounds"
+    suffix = ".wav"
+    input_suffixes = (".wav",)
+
+    def render(self, data: Tensor) -> Tensor:
+        grey = (self.space.encode(data) + 1) * 127.5
+        return grey.clamp(0, 255).to(torch.uint8).flip(2).expand(-1, 3, -1, -1)
+
+    def read(self, file: Path) -> Tensor:
+        return self.space.spectrogram(read_sound(file))
+
+    def write(self, content: Tensor) -> bytes:
+        sound, target = self.space.sound(content).clamp(-1, 1) * 32767, BytesIO()
+        with wave.open(target, "wb") as file:
+            file.setparams((1, 2, self.space.rate, len(sound), "NONE", ""))
+            file.writeframes(sound.numpy().astype("<i2").tobytes())
+        return target.getvalue()
+
+
 @register
 class Spectrograms(Space):
     """Logarithms of magnitudes ``[b, 1, frequencies, frames]``, from -4 for silence to 0 for full scale.
@@ -43,38 +66,24 @@ class Spectrograms(Space):
         rate: samples in a second.
     """
 
-    suffix = ".wav"
-    input_suffixes = (".wav",)
-
     def __init__(self, shape: Sequence[int], rate: int) -> None:
         self.shape: tuple[int, ...] = tuple(shape)
         self.rate = rate
 
     @classmethod
-    def of(cls, source: Any, shape: Sequence[int]) -> "Spectrograms":
+    def of(cls, facts: DataFacts, /) -> "Spectrograms":
         """Build the space of a run on a store or on a folder, whose space has the rate."""
-        return cls((1, *shape[1:]), source.space.rate)
+        return cls((1, *facts.shape[1:]), cast(Spectrograms, facts.stored).rate)
+
+    @property
+    def medium(self) -> Sounds:
+        return Sounds(self)
 
     def encode(self, data: Tensor) -> Tensor:
         return data.float() * 2 / DECADES + 1
 
     def decode(self, x: Tensor) -> Tensor:
         return (x - 1) * DECADES / 2
-
-    def render(self, data: Tensor) -> Tensor:
-        """Render low frequencies at the bottom, and full scale in white."""
-        grey = (self.encode(data) + 1) * 127.5
-        return grey.clamp(0, 255).to(torch.uint8).flip(2).expand(-1, 3, -1, -1)
-
-    def read(self, file: Path) -> Tensor:
-        return self.spectrogram(read_sound(file))
-
-    def write(self, datum: Tensor) -> bytes:
-        sound, content = self.sound(datum).clamp(-1, 1) * 32767, BytesIO()
-        with wave.open(content, "wb") as file:
-            file.setparams((1, 2, self.rate, len(sound), "NONE", ""))
-            file.writeframes(sound.numpy().astype("<i2").tobytes())
-        return content.getvalue()
 
     def spectrogram(self, sound: Sound) -> Tensor:
         """Return the spectrogram ``[1, frequencies, frames]`` of the start of a sound, or of all and silence."""

@@ -1,11 +1,26 @@
 """A data space of one's own, with its network and dataset: clouds of points, rendered as white dots on black."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
-from rectified_flow import Space, register
+from rectified_flow import DataFacts, Medium, Space, register
 
 SIDE = 16
+
+
+class Dots(Medium):
+    """White dots on black."""
+
+    space: "Clouds"
+    items = "clouds"
+
+    def render(self, data: Tensor) -> Tensor:
+        places = ((data / self.space.scale + 2) / 4 * SIDE).long().clamp(0, SIDE - 1)
+        pictures = torch.zeros(len(data), SIDE * SIDE, dtype=torch.uint8, device=data.device)
+        pictures.scatter_(1, places[..., 1] * SIDE + places[..., 0], 255)
+        return pictures.reshape(-1, 1, SIDE, SIDE).expand(-1, 3, -1, -1)
 
 
 @register
@@ -14,20 +29,22 @@ class Clouds(Space):
 
     key = "points"
 
-    def __init__(self, shape: tuple[int, int], scale: float) -> None:
+    def __init__(self, shape: Sequence[int], scale: float) -> None:
         self.shape, self.scale = tuple(shape), scale
+
+    @classmethod
+    def of(cls, facts: DataFacts, /, *, scale: float) -> "Clouds":
+        return cls(facts.shape, scale)
+
+    @property
+    def medium(self) -> Dots:
+        return Dots(self)
 
     def encode(self, data: Tensor) -> Tensor:
         return data.float() / self.scale
 
     def decode(self, x: Tensor) -> Tensor:
         return x * self.scale
-
-    def render(self, data: Tensor) -> Tensor:
-        places = ((data / self.scale + 2) / 4 * SIDE).long().clamp(0, SIDE - 1)
-        pictures = torch.zeros(len(data), SIDE * SIDE, dtype=torch.uint8, device=data.device)
-        pictures.scatter_(1, places[..., 1] * SIDE + places[..., 0], 255)
-        return pictures.reshape(-1, 1, SIDE, SIDE).expand(-1, 3, -1, -1)
 
 
 @register

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from rectified_flow.condition import Picture, all_none, drop
+from rectified_flow.data.degraded import degraded
+from rectified_flow.errors import UsageError
 from rectified_flow.flows.flow import SOURCE, sample_batches
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
@@ -95,11 +97,18 @@ def test_source_and_target_are_mirrored_and_augmented_alike() -> None:
     assert 0 < mirrored.sum() < 16
 
 
+def test_a_flow_that_takes_sources_names_a_batch_without_them() -> None:
+    flow = RectifiedFlow(unet(), space=Pixels(SHAPE), from_source=True)
+    with pytest.raises(UsageError, match="a batch has no source"):
+        flow(images=images(2, 1))
+
+
 def test_the_network_sees_the_source_as_a_condition_and_it_is_dropped() -> None:
     kind = Picture(SHAPE)
-    flow = RectifiedFlow(unet(source=kind), space=Pixels(SHAPE), condition_dropout=0.5, degradation=Grey())
+    flow = RectifiedFlow(unet(source=kind), space=Pixels(SHAPE), condition_dropout=0.5)
+    grey = degraded(images(32, 1), Grey(), flow.space)
     with deterministic(BatchRows(0, 3, 32, slice(None))):
-        x_0, noise, conditions = flow.draw_batch({"images": images(32, 1)})
+        x_0, noise, conditions = flow.draw_batch({"images": images(32, 1), "source": grey})
     none = all_none(flow.conditions, conditions)
     assert 5 < none.sum() < 27
     assert torch.equal(conditions[SOURCE][~none], Grey()(x_0)[~none])
@@ -128,8 +137,9 @@ def test_a_fresh_source_changes_nothing_until_it_is_trained() -> None:
 
 def test_a_mean_flow_learns_from_starts_and_conditions() -> None:
     start = MeanFlow(unet(), space=Pixels(SHAPE), from_source=True)
-    condition = MeanFlow(unet(source=Picture(SHAPE)), space=Pixels(SHAPE), degradation=Mask("box"))
-    for flow, batch in ((start, {"source": images(4, 2)}), (condition, {})):
+    condition = MeanFlow(unet(source=Picture(SHAPE)), space=Pixels(SHAPE))
+    holes = degraded(images(4, 1), Mask("box"), condition.space)
+    for flow, batch in ((start, {"source": images(4, 2)}), (condition, {"source": holes})):
         loss = flow(images=images(4, 1), **batch)
         loss.backward()
         assert loss.isfinite()

@@ -69,7 +69,7 @@ def test_it_is_described() -> None:
     space = space_of_two()
     again = build(json.loads(json.dumps(describe(space))))
     assert (again.shape, again.mean, again.std) == ((12, 2, 2), space.mean, space.std)
-    assert again.noun == "4 px by haar"
+    assert again.medium.noun == "4 px by haar"
 
 
 KINDS = pytest.mark.parametrize("kind", list(TINY))

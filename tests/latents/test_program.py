@@ -60,7 +60,7 @@ def test_latents_are_those_of_the_pictures_and_their_mirror_images(pictures: Ima
     assert set(batch) == {"latents", "labels"}
     assert (batch["latents"].dtype, batch["latents"].shape) == (torch.float16, (3, 2, 1, 12, 4, 4))
     for variant, expected in enumerate((images, images.flip(-1))):
-        decoded = space.render(space.decode(space.encode(batch["latents"][:, variant : variant + 1])))
+        decoded = space.medium.render(space.decode(space.encode(batch["latents"][:, variant : variant + 1])))
         assert torch.equal(decoded, expected)
     assert torch.equal(batch["labels"], pictures.read_batch([0, 45, 7])["labels"])
     assert latents.fingerprint == pictures.fingerprint

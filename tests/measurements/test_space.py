@@ -1,6 +1,7 @@
 """Tests of the space of measurements, and of the loss on known values."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,17 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from rectified_flow import MeanFlow, RectifiedFlow
-from rectified_flow.measurements.space import (
-    ABOVE,
-    BELOW,
-    UNKNOWN,
-    Asinh,
-    Fields,
-    Linear,
-    Log,
-    Transform,
-    colour_map,
-)
+from rectified_flow.errors import UsageError
+from rectified_flow.measurements.medium import ABOVE, BELOW, UNKNOWN, colour_map
+from rectified_flow.measurements.space import Asinh, Fields, Linear, Log, Transform
+from rectified_flow.randomness import BatchRows, deterministic
+from rectified_flow.spaces.pixels import Pixels
+from rectified_flow.spaces.space import DataFacts
 
 TRANSFORMS = [Linear(), Log(), Asinh(0.5)]
 
@@ -53,19 +49,19 @@ def test_sixteen_bits_come_back_exactly() -> None:
 def test_colours_mark_what_is_outside_and_unknown() -> None:
     space = Fields((2, 1, 5), (0.0, 0.0), (1.0, 10.0), show="2:viridis")
     row = torch.tensor([0.0, 10.0, -1.0, 11.0, math.nan])
-    picture = space.render(torch.stack((torch.zeros(5), row))[None, :, None])[0, :, 0].T.tolist()
+    picture = space.medium.render(torch.stack((torch.zeros(5), row))[None, :, None])[0, :, 0].T.tolist()
     table = colour_map("viridis").tolist()
     assert picture == [table[0], table[-1], list(BELOW), list(ABOVE), list(UNKNOWN)]
-    legend = space.legend
+    legend = space.medium.legend
     assert legend is not None
     assert (legend.least, legend.greatest, legend.name) == ("0", "10", "channel 2")
 
 
 def test_three_channels_as_colours() -> None:
     space = Fields((4, 1, 1), (0.0,) * 4, (255.0,) * 4, show="4,2,1")
-    picture = space.render(torch.tensor([10.0, 20.0, 30.0, 40.0]).reshape(1, 4, 1, 1))
+    picture = space.medium.render(torch.tensor([10.0, 20.0, 30.0, 40.0]).reshape(1, 4, 1, 1))
     assert picture.flatten().tolist() == [40, 20, 10]
-    assert space.legend is None
+    assert space.medium.legend is None
 
 
 @pytest.mark.parametrize(
@@ -78,7 +74,7 @@ def test_three_channels_as_colours() -> None:
 )
 def test_bad_arguments(how: dict[str, object], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        _ = Fields((2, 4, 4), **how).legend  # type: ignore[arg-type]
+        _ = Fields((2, 4, 4), **how).medium.legend  # type: ignore[arg-type]
 
 
 def test_augmentation_changes_places_and_no_values() -> None:
@@ -131,3 +127,37 @@ def test_unknown_values_have_no_gradient() -> None:
             losses.append((loss if isinstance(loss, Tensor) else loss[0]).item())
         assert math.isfinite(losses[0])
         assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def stored_fields(count: int = 1000) -> DataFacts:
+    """Return facts of stored fields of one channel, with the values 0 to ``count - 1``."""
+    values = torch.arange(float(count)).reshape(count, 1, 1, 1).expand(-1, -1, 2, 2).numpy()
+    return DataFacts((3, 2, 2), stored=Fields((1, 2, 2), (0.0,), (count - 1.0,)), values=values)
+
+
+def test_percentiles_are_those_of_the_stored_values() -> None:
+    space = Fields.of(stored_fields(), value_range="percentile:10")
+    assert [*space.low, *space.high] == pytest.approx([99.9, 899.1])
+    assert Fields.of(replace(stored_fields(), values=None), value_range="percentile:10").low == (0.0,)
+
+
+def test_a_student_has_the_scale_of_its_teacher() -> None:
+    teacher = Fields((1, 2, 2), (-5.0,), (5.0,), transform=Asinh(2.0), augmentation=0.5)
+    space = Fields.of(replace(stored_fields(), teacher=teacher))
+    assert (space.low, space.high, space.transform, space.augmentation) == ((-5.0,), (5.0,), Asinh(2.0), 0.0)
+
+
+def test_sources_with_a_scale_of_their_own_are_mirrored_like_their_targets() -> None:
+    facts = replace(stored_fields(), mirrored=True)
+    space = Fields.of(replace(facts, sources=replace(facts, stored=Fields((1, 2, 2), (0.0,), (10.0,)))))
+    assert (space.source_space.low, space.source_space.high) == ((0.0,), (10.0,))
+    data = torch.tensor([0.0, 1.0]).expand(16, 1, 2, 2)
+    with deterministic(BatchRows(0, 0, 16, slice(None))):
+        pairs = space.augment(data)[0], space.source_space.augment(data)[0]
+    assert torch.equal(*pairs)
+    assert not torch.equal(pairs[0], data)
+
+
+def test_measurements_alone_have_this_space() -> None:
+    with pytest.raises(UsageError, match="needs measurements"):
+        Fields.of(DataFacts((3, 8, 8), stored=Pixels()))

@@ -20,11 +20,11 @@ def test_every_value_survives_the_way_there_and_back() -> None:
     x = space.encode(images)
     assert x.dtype == torch.float32
     assert (x.min().item(), x.max().item()) == (-1, 1)
-    assert torch.equal(space.render(space.decode(x)), images.expand(-1, 3, -1, -1))
+    assert torch.equal(space.medium.render(space.decode(x)), images.expand(-1, 3, -1, -1))
 
 
 def test_a_single_channel_is_drawn_grey() -> None:
-    picture = Pixels().render(torch.tensor([0.0, 0.2, 1.0]).reshape(1, 1, 1, 3))
+    picture = Pixels().medium.render(torch.tensor([0.0, 0.2, 1.0]).reshape(1, 1, 1, 3))
     assert picture.dtype == torch.uint8
     assert picture.tolist() == [[[[0, 51, 255]]] * 3]
 
@@ -52,7 +52,7 @@ def test_half_of_the_images_are_mirrored() -> None:
     ],
 )
 def test_what_looks_wrong_is_told(least: float, most: float, sentence: str | None) -> None:
-    problem = Pixels().problem_with(torch.tensor([least, most]).reshape(2, 1, 1, 1))
+    problem = Pixels().medium.problem_with({"images": torch.tensor([least, most]).reshape(2, 1, 1, 1)})
     assert problem is None if sentence is None else sentence in (problem or "")
 
 
@@ -60,11 +60,11 @@ def test_transparency_is_shown_over_white_and_kept_in_files() -> None:
     space = Pixels((4, 1, 3))
     stored = torch.tensor([[10, 10, 10], [20, 20, 20], [30, 30, 30], [255, 0, 51]], dtype=torch.uint8)[None, :, None]
     data = space.decode(space.encode(stored))
-    assert space.render(data)[0, :, 0].T.tolist() == [[10, 20, 30], [255, 255, 255], [206, 208, 210]]
-    assert torch.equal(space.render_with_alpha(data), stored)
+    assert space.medium.render(data)[0, :, 0].T.tolist() == [[10, 20, 30], [255, 255, 255], [206, 208, 210]]
+    assert torch.equal(space.medium.contents(data), stored)
     assert torch.equal(space.to_stored(space.encode(stored)), stored)
-    assert Pixels((3, 1, 3)).render_with_alpha(data[:, :3]).shape == (1, 3, 1, 3)
-    assert (space.picture_shape, Pixels((1, 8, 8)).picture_shape) == ((4, 1, 3), None)
+    assert Pixels((3, 1, 3)).medium.contents(data[:, :3]).shape == (1, 3, 1, 3)
+    assert (space.medium.picture_shape, Pixels((1, 8, 8)).medium.picture_shape) == ((4, 1, 3), ())
 
 
 def coordinates(count: int) -> torch.Tensor:

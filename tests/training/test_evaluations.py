@@ -23,6 +23,7 @@ from rectified_flow.networks.unet import Unet
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.spaces.pixels import Pixels
+from rectified_flow.spaces.space import variant_conditions
 from rectified_flow.system.artifact import find_damage
 from rectified_flow.training.evaluations import HeldOutHook
 from rectified_flow.training.trainer import Trainer
@@ -95,7 +96,7 @@ def train(folder: str, cache: str, kind: type[Any] = RectifiedFlow, *, stops: bo
     pictures = tiny_dataset(Path(cache))
     space = Pixels((3, IMAGE_SIZE, IMAGE_SIZE), horizontal_flip=True, augmentation=0.1)
     size: dict[str, Any] = {"image_size": IMAGE_SIZE, "attention_sides": (), "blocks_per_level": 1}
-    network = Unet(8, (1, 2), conditions=space.conditions, dropout=0.1, **size)
+    network = Unet(8, (1, 2), conditions=variant_conditions(space), dropout=0.1, **size)
     config = tiny_config(Path(folder), learning_rate=4e-3, ema_decay=0.5, num_samples=0, save_every=EVERY)
     training = pictures.subset(range(30))
     hook = HeldOutHook(Memorised(training, pictures.subset(range(30, 46)), seed=0), every=EVERY, stops=stops)

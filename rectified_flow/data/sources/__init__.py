@@ -8,6 +8,8 @@ import numpy as np
 
 from rectified_flow.data.framing import Framing
 from rectified_flow.errors import UsageError
+from rectified_flow.spaces.pixels import Pixels
+from rectified_flow.spaces.space import Space
 from rectified_flow.system.pictures import fit, upright_size
 
 Row = np.ndarray[Any, np.dtype[Any]]
@@ -76,6 +78,11 @@ class ImageSource(ABC):
     def read_table(self) -> Mapping[str, Sequence[Any]]:
         """Return the columns beside the images, a value for each image."""
         return {}
+
+    @property
+    def space(self) -> Space:
+        """The space of the images as a store holds them; their scale may be unknown yet."""
+        return Pixels()
 
     def rows(self, framing: Framing) -> PictureRows:
         """Return how the images become rows of a store."""

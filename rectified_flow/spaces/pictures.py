@@ -1,0 +1,96 @@
+"""The medium of pictures, which spaces of pixels and of latents share."""
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from rectified_flow.spaces.medium import Medium, encoded
+
+RGB, RGBA = 3, 4
+ENTRY = "images"  # the entry of a batch that holds pictures
+
+
+class Pictures(Medium):
+    """Pictures: RGB, RGBA, grey, or of more channels, whose first three are shown.
+
+    Generated pictures are float32 in [0, 1].
+    """
+
+    items = "images"
+
+    @property
+    @override
+    def picture_shape(self) -> tuple[int, ...]:
+        shape = self.space.shape or ()
+        return shape if shape[:1] in ((RGB,), (RGBA,)) else ()
+
+    @property
+    @override
+    def input_suffixes(self) -> Collection[str]:
+        from rectified_flow.system.pictures import IMAGE_SUFFIXES  # loads Pillow, which model code does without
+
+        return IMAGE_SUFFIXES if self.picture_shape else ()
+
+    @property
+    @override
+    def noun(self) -> str:
+        shape = self.picture_shape or self.space.shape
+        if shape is None:
+            return "images"
+        channels, height, width = shape
+        size = str(width) if width == height else f"{width}x{height}"
+        return f"{size} px" + " with transparency" * (channels == RGBA)
+
+    @override
+    def render(self, data: Tensor) -> Tensor:
+        if data.shape[1] == RGBA:  # over white
+            colours, alpha = data.split((RGB, 1), dim=1)
+            data = torch.lerp(torch.ones_like(colours), colours, alpha)
+        pictures = to_uint8(data)
+        return pictures.expand(-1, 3, -1, -1) if pictures.shape[1] == 1 else pictures[:, :RGB]
+
+    @override
+    def contents(self, data: Tensor) -> Tensor:
+        return to_uint8(data) if data.shape[1] == RGBA else self.render(data)
+
+    @override
+    def files(self, content: Tensor, **options: Any) -> dict[str, bytes]:
+        return {".png": encoded(content, **options)}
+
+    @override
+    def read(self, file: Path) -> Tensor:
+        from torchvision.transforms.functional import pil_to_tensor
+
+        from rectified_flow.system.pictures import fit, open_picture
+
+        channels, height, width = self.picture_shape
+        return pil_to_tensor(fit(open_picture(file), (width, height), alpha=channels == RGBA))
+
+    @override
+    def size_of(self, file: Path) -> tuple[int, int]:
+        from rectified_flow.system.pictures import open_picture, upright_size
+
+        return upright_size(open_picture(file))
+
+    @override
+    def page(self) -> dict[str, Any]:
+        return {}
+
+    @override
+    def problem_with(self, batch: dict[str, Any]) -> str | None:
+        """Return a sentence on floating-point pictures outside [-1, 1], or in [0, 1] only (as of ``ToTensor``)."""
+        if ENTRY not in batch or batch[ENTRY].dtype == torch.uint8:
+            return None
+        least, most = (float(value) for value in batch[ENTRY].aminmax())
+        if -1 <= least < 0 and most <= 1:
+            return None
+        return f"images reach from {least:.3g} to {most:.3g}; scale floating-point images to [-1, 1], or store uint8"
+
+
+def to_uint8(data: Tensor) -> Tensor:
+    """Return pictures in [0, 1] as uint8."""
+    return data.mul(255).round().to(torch.uint8)
