@@ -113,7 +113,8 @@ def train_run(settings: Settings[TrainConfig]) -> bool:
     if not program.dry_run:
         space.medium.prepare(state.device)
     opened = _opened(data, found)
-    space = build_space(values.data, opened, distilled and on_main(state, distilled.space_of_teacher))
+    teacher = None if distilled is None else on_main(state, distilled.space_of_teacher)
+    space = build_space(values.data, opened, teacher)
     split = None
     if data.has_pictures and distilled is None:
         stops, seed = values.evaluation.stop_when_memorising, values.data.data_seed or 0
