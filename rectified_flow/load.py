@@ -85,7 +85,7 @@ class Trained:
     @cached_property
     def data(self) -> RunData | None:
         """The description of the data of the run; None if its ``config.json`` has none that can be opened."""
-        return described_data(self.config.get("data", {}))
+        return described_data(self.config.get("data", {}), self.source / checkpoint.CONFIG_FILE)
 
     @property
     def degradation(self) -> Degradation | None:

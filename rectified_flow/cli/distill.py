@@ -1,7 +1,7 @@
 """Distillation data: pairs of noise and data, or paths between them, which a trained flow generates."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -24,7 +24,7 @@ from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.solvers import CALLS_PER_STEP, Guidance
 from rectified_flow.load import autocast, load_flow
 from rectified_flow.networks.unet import to_device
-from rectified_flow.registry import build
+from rectified_flow.registry import build, describe
 from rectified_flow.runs import checkpoint
 from rectified_flow.spaces.space import Space
 from rectified_flow.system.artifact import Artifact
@@ -57,6 +57,7 @@ class Recipe:
     source: str = ""  # the teacher's checkpoint
     precision: str = ""  # of the teacher's network
     pictures: str = ""  # fingerprint of the training pictures
+    space: dict[str, Any] = field(default_factory=dict)  # description of the teacher's space
     teacher: str = ""  # fingerprint of the teacher's checkpoint
     earlier: str = ""  # fingerprint of its early checkpoint; empty without autoguidance
 
@@ -96,8 +97,10 @@ class DistillationData:
         return self.recipe.steps * CALLS_PER_STEP[self.recipe.solver] * 2**doubled
 
     def space_of_teacher(self) -> Space:
-        """Return the space of the teacher's flow."""
-        return cast(Space, build(checkpoint.load_document(self.teacher, checkpoint.FLOW_FILE)["space"]))
+        """Return the space of the teacher's flow, whose checkpoint may be gone once data have been generated."""
+        stored = recipe_of(self)
+        flow = {"space": stored.space} if stored else checkpoint.load_document(self.teacher, checkpoint.FLOW_FILE)
+        return cast(Space, build(flow["space"]))
 
 
 def open_distilled(
@@ -122,6 +125,7 @@ def open_distilled(
         source=str(teacher),
         precision="bf16" if precision == "bf16" else "float32",
         pictures=pictures.fingerprint,
+        space=on_main(state, lambda: describe(distilled.space_of_teacher())),
         solver=stored.solver if stored else distilled.recipe.solver,  # stored paths keep their solver; no flag sets it
         teacher=checkpoint.fingerprint(teacher),
         earlier="" if earlier is None else checkpoint.fingerprint(earlier),

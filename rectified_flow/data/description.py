@@ -218,17 +218,24 @@ def with_sources(dataset: Any, data: RunData, space: Space) -> Any:
     return dataset if data.degradation is None else Degraded(dataset, data.degradation, space, data.seed)
 
 
-def described_data(block: Mapping[str, Any]) -> RunData | None:
+def described_data(block: Mapping[str, Any], source: object) -> RunData | None:
     """Return the data that the block ``data`` of a ``config.json`` describes; None if it only names them in words.
+
+    Args:
+        block: the block.
+        source: the file, for error messages.
 
     Raises:
         UsageError: if the block is damaged, or of a class that is not registered.
     """
     if "kind" not in block:
         return None
-    data = build(block)
+    try:
+        data = build(block)
+    except UsageError as error:
+        raise UsageError(f"the data in {source}: {error}") from error
     if isinstance(data, Pictures):  # a run of the library
         return PictureData(data)
     if not isinstance(data, RunData):
-        raise UsageError(f"the block data describes a {type(data).__name__}, which is no data")
+        raise UsageError(f"the data in {source} are described as a {type(data).__name__}, which is no data")
     return data

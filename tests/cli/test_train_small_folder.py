@@ -57,7 +57,7 @@ def test_a_run_without_some_files_keeps_their_list(one_each: Path, tmp_path: Pat
     (tmp_path / "list.txt").unlink()
     document = json.loads((tmp_path / "run/config.json").read_text())
     assert document["data"]["pictures"]["exclude"] == ["3/only.png", "5/only.png"]
-    data = described_data(document["data"])
+    data = described_data(document["data"], tmp_path)
     assert isinstance(data, PictureData)
     assert data.open().names == [f"{number}/only.png" for number in (0, 1, 2, 4)]
 

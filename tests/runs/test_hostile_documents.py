@@ -11,7 +11,7 @@ import pytest
 from rectified_flow.cli.config import TrainConfig
 from rectified_flow.cli.record import recorded_flags, with_record
 from rectified_flow.cli.settings import read_settings
-from rectified_flow.data.description import described_data
+from rectified_flow.data.open import Pictures
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.errors import UsageError
 from rectified_flow.load import load_flow, read_trained
@@ -30,11 +30,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory, flowers: ImageDataset) -> 
     """A run of two steps that a program started."""
     folder = tmp_path_factory.mktemp("run")
     config = tiny_config(folder, train_num_steps=2, num_samples=0)
-    recipe = {"dataset": "synthetic-flowers", "dataset_path": None, "image_size": 8, "skip_broken_images": False}
-    recipe |= {"cache_dir": None, "aspect_ratio": "1:1", "crop": "center", "alpha": False, "autoencoder": None}
-    network = {"network": "Unet", "dim": 8, "dim_mults": [1, 2], "dropout": 0.1, "use_cfg": True}
+    described = Pictures("synthetic-flowers", image_size=8)
+    network = {"network": ["Unet"], "dim": 8, "dim_mults": [1, 2], "dropout": 0.1, "use_cfg": True}
     network |= {"prediction": "velocity"}
-    build_trainer(config, ImageDataset(flowers.path, recipe), flags=network).train()
+    build_trainer(config, ImageDataset(flowers.path, described), flags=network).train()
     return folder
 
 
@@ -73,7 +72,7 @@ def resume(run: Path, trainer: Trainer) -> None:
 
 def evaluate(run: Path, _trainer: Trainer) -> None:
     trained = read_trained(run / STEP)
-    described_data(trained.config.get("data", {}))
+    assert trained.data is not None
     recorded_flags(run / STEP)
 
 
@@ -115,7 +114,7 @@ NONSENSE: list[tuple[Reader, str, str, list[Any]]] = [
     (sample, FLOW, "network.conditions", [[], {"labels": 3}, {"x": {"kind": "Uniform"}}]),
     (sample, FLOW, "network.conditions.labels.names", [["a"], [1, 2], "ab"]),
     (evaluate, CONFIG, "training", [None, []]),
-    (evaluate, CONFIG, "data", [[], {"dataset": 3}]),
+    (evaluate, CONFIG, "data", [[], {"kind": 3}, {"kind": "Uniform"}, {"kind": "Pictures", "dataset": 3}]),
     (evaluate, CONFIG, "data.image_size", ["8", 8.5, -8]),
     (evaluate, CONFIG, "data.cache_dir", [3, []]),
     (reflow, CONFIG, "training", [[], {}, "dim", None]),
