@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import override
 
 from rectified_flow import randomness
 from rectified_flow.errors import UsageError
@@ -150,38 +151,38 @@ class Labels(WrittenCondition):
             raise ValueError(f"there are {len(self.names)} names for {self.num_classes} classes")
 
     @property
+    @override
     def examples(self) -> tuple[str, ...]:
-        """Names, or numbers if there are no names."""
         return self.names or tuple(map(str, range(self.num_classes)))
 
+    @override
     def none(self, count: int, device: torch.device) -> Tensor:
-        """Return ``count`` rows of "none"."""
         return torch.full((count,), self.num_classes, device=device)
 
     @classmethod
+    @override
     def suits(cls, texts: Sequence[str]) -> bool:
-        """Return whether there are few different texts."""
         few = len(set(texts)) <= min(MAX_LABELS, max(2, len(texts) // ROWS_PER_LABEL))
         return few and not Number.suits(texts)
 
     @classmethod
+    @override
     def fit(cls, texts: Sequence[str], **options: Any) -> Self:
-        """Return the labels of all different texts."""
         names = sorted(set(texts))
         return cls(len(names), tuple(names))
 
+    @override
     def draw(self, name: str, count: int, device: torch.device) -> Tensor:
-        """Draw labels uniformly."""
         return randomness.randint(f"sample {name}", self.num_classes, (count,), device)
 
+    @override
     def split(self, text: str) -> list[str]:
-        """Return the names or numbers of labels; ``all`` stands for all of them."""
         if text in self.examples:
             return [text]
         return [*self.examples] if text.strip() == "all" else super().split(text)
 
+    @override
     def parse(self, texts: Sequence[str]) -> Tensor:
-        """Return the labels of names or numbers."""
         names = self.examples
         known = {str(label): label for label in range(self.num_classes)} | {name: i for i, name in enumerate(names)}
         for text in texts:
@@ -190,16 +191,16 @@ class Labels(WrittenCondition):
                 raise UsageError(f"{text} does not exist: pass {like}")
         return torch.tensor([known[text] for text in texts])
 
+    @override
     def targets(self, values: Tensor) -> Tensor:
-        """Return indicators of the labels and of "none"."""
         return F.one_hot(values, self.num_classes + 1).double()
 
+    @override
     def exported(self) -> dict[str, Any]:
-        """Return the names, and the label that stands for "none"."""
         return {"kind": "label", "names": list(self.examples), "none": self.num_classes}
 
+    @override
     def embedding(self, dim: int) -> nn.Module:
-        """Return a module that embeds values as ``[b, dim]``."""
         return nn.Embedding(self.num_classes + 1, dim)
 
 
@@ -229,25 +230,25 @@ class Number(WrittenCondition):
     quantiles: tuple[float, ...]
 
     @property
+    @override
     def examples(self) -> tuple[str, ...]:
-        """The least, the greatest and three quantiles between."""
         quarters = self.quantiles[:: len(self.quantiles) // 4 or 1]
         return tuple(f"{value:.9g}" for value in dict.fromkeys(quarters))
 
+    @override
     def none(self, count: int, device: torch.device) -> Tensor:
-        """Return ``count`` rows of "none"."""
         return torch.full((count,), torch.nan, device=device)
 
     @classmethod
+    @override
     def suits(cls, texts: Sequence[str]) -> bool:
-        """Return whether nearly all known values are numbers."""
         known = [text for text in texts if text.lower() not in MISSING]
         numeric = [text for text in known if GROUPED.fullmatch(text) or as_number(with_point(text)) is not None]
         return len(numeric) >= NUMERIC * len(known)
 
     @classmethod
+    @override
     def normal(cls, text: str) -> str | None:
-        """Return a number with a decimal point."""
         if text.lower() in MISSING:
             return None
         if GROUPED.fullmatch(text) or as_number(with_point(text)) is None:
@@ -255,17 +256,18 @@ class Number(WrittenCondition):
         return with_point(text)
 
     @classmethod
+    @override
     def fit(cls, texts: Sequence[str], **options: Any) -> Self:
-        """Return numbers with the quantiles of the texts."""
         numbers = np.array([as_number(text) for text in texts])
         return cls(tuple(np.quantile(numbers, np.linspace(0, 1, QUANTILES)).astype(np.float32).tolist()))
 
+    @override
     def draw(self, name: str, count: int, device: torch.device) -> Tensor:
-        """Draw numbers from the distribution of the training data."""
         share = randomness.rand(f"sample {name}", (count,), device) * (len(self.quantiles) - 1)
         low, table = share.long(), torch.tensor(self.quantiles, device=device)
         return torch.lerp(table[low], table[low + 1], share - low)
 
+    @override
     def split(self, text: str) -> list[str]:
         """Return the numbers as written, and warn of those outside of the training range."""
         from tqdm.auto import tqdm  # takes long to load
@@ -276,24 +278,24 @@ class Number(WrittenCondition):
                 tqdm.write(f"warning: {number:g} is clamped to the training range {low:g} to {high:g}")
         return texts
 
+    @override
     def parse(self, texts: Sequence[str]) -> Tensor:
-        """Return the numbers that are written."""
         values = [as_number(text) for text in texts]
         if None in values:
             raise UsageError(f"{texts[values.index(None)]} is not a number")
         return torch.tensor(values)
 
+    @override
     def targets(self, values: Tensor) -> Tensor:
-        """Return the share of the training data below each number."""
         shares = np.linspace(0, 1, len(self.quantiles))
         return torch.from_numpy(np.interp(values, self.quantiles, shares))[:, None]
 
+    @override
     def exported(self) -> dict[str, Any]:
-        """Return the quantiles."""
         return {"kind": "number", "quantiles": list(self.quantiles)}
 
+    @override
     def embedding(self, dim: int) -> nn.Module:
-        """Return a module that embeds values as ``[b, dim]``."""
         return _NumberEmbedding(self.quantiles, dim)
 
 
@@ -344,16 +346,16 @@ class AugmentationLabels(Condition):
 
     size: int
 
+    @override
     def none(self, count: int, device: torch.device) -> Tensor:
-        """Return ``count`` rows of "none"."""
         return torch.zeros(count, self.size, device=device)
 
+    @override
     def none_like(self, values: Tensor) -> Tensor:
-        """Return the values unchanged: this condition is never dropped."""
-        return values
+        return values  # never dropped: the network would learn the variants as if they were data
 
+    @override
     def embedding(self, dim: int) -> nn.Module:
-        """Return a module that embeds values as ``[b, dim]``."""
         return nn.Linear(self.size, dim, bias=False)
 
 
@@ -371,16 +373,16 @@ class Picture(Condition):
 
     shape: tuple[int, ...]
 
+    @override
     def none(self, count: int, device: torch.device) -> Tensor:
-        """Return ``count`` rows of "none"."""
         return torch.full((count, *self.shape), torch.nan, device=device)
 
+    @override
     def none_like(self, values: Tensor) -> Tensor:
-        """Return rows of "none" for pictures of any size."""
         return torch.full_like(values, torch.nan)
 
+    @override
     def embedding(self, dim: int) -> nn.Module:
-        """Return a module that embeds values as ``[b, dim, h, w]``."""
         return _PictureEmbedding(self.shape[0], dim)
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from rectified_flow import randomness
 from rectified_flow.condition import Values
@@ -69,11 +70,12 @@ class FlowMap(Flow):
         """Return the predicted ``u(x, r, t)`` at ``x`` ``[b, ...]`` over ``[r, t]`` ``[b]``, in float32."""
         return self.network(x, t, r=r, **conditions).float()
 
+    @override
     def velocity(self, x: Tensor, t: Tensor, **conditions: Tensor) -> Tensor:
-        """Return the predicted velocity at ``x`` ``[b, ...]`` and times ``t`` ``[b]``: ``u(x, t, t)``."""
         return self.average_velocity(x, t, t, **conditions)
 
     @torch.no_grad()
+    @override
     def sample(
         self,
         count: int = 1,
@@ -157,6 +159,7 @@ class DistilledFlow(FlowMap):
         earlier = torch.where(is_half, torch.where(is_first, middle, 0), earlier)
         return earlier, torch.where(is_half, torch.where(is_first, steps, middle), later)
 
+    @override
     def loss(self, x_t: Tensor, x_r: Tensor, t: Tensor, r: Tensor, conditions: Values) -> tuple[Tensor, Tensor]:
         """Return the loss and the mean squared error, given every draw.
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import jvp
+from typing_extensions import override
 
 from rectified_flow.condition import Values, all_none, chosen, none_of
 from rectified_flow.flows import ObjectiveName, Share
@@ -80,6 +81,7 @@ class MeanFlow(FlowMap):
         self.logged = {"unweighted_loss": mean_square}
         return loss
 
+    @override
     def loss(
         self, x_0: Tensor, noise: Tensor, t: Tensor, r: Tensor, conditions: Values, count: int | None = None
     ) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from rectified_flow.condition import Values
 from rectified_flow.flows import Distance, Prediction, Solver, TimeGrid
@@ -46,6 +47,7 @@ class RectifiedFlow(Flow):
         self.distance = distance
 
     @property
+    @override
     def default_guidance(self) -> float:
         """The guidance scale of programs unless a flag sets it: the largest default of the conditions."""
         return max((getattr(kind, "guidance", 1.0) for kind in self.conditions.values()), default=1.0)
@@ -56,6 +58,7 @@ class RectifiedFlow(Flow):
         t = self.time_distribution.draw(len(x_0), x_0.device)
         return self.loss(x_0, noise, t, conditions)
 
+    @override
     def loss(self, x_0: Tensor, noise: Tensor, t: Tensor, conditions: Values) -> Tensor:
         """Return the loss, given every draw: ``x_0``, ``noise`` ``[b, ...]``, ``t`` ``[b]``, conditions by name."""
         x_0, weights = self.masked(x_0)
@@ -70,8 +73,8 @@ class RectifiedFlow(Flow):
         c = 0.00054 * x_0[0].numel() ** 0.5
         return ((mean_square + c**2).sqrt() - c).mean()
 
+    @override
     def velocity(self, x: Tensor, t: Tensor, **conditions: Tensor) -> Tensor:
-        """Return the predicted velocity at ``x`` ``[b, ...]`` and times ``t`` ``[b]``, in float32, as in the loss."""
         return self._as_velocity(self.network(x, t, **conditions).float(), x, t)
 
     def exact_velocity(self, x: Tensor, t: Tensor, **conditions: Tensor) -> Tensor:
@@ -80,6 +83,7 @@ class RectifiedFlow(Flow):
         return self._as_velocity(self.network(x, t, **conditions).float(), x, t, least=0.0)
 
     @torch.no_grad()
+    @override
     def sample(
         self,
         count: int = 1,

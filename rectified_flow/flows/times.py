@@ -10,6 +10,7 @@ from math import log, sinh
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from rectified_flow import randomness
 from rectified_flow.flows import TimeGrid
@@ -31,8 +32,8 @@ class Uniform(TimeDistribution):
 
     shift: float = 1.0
 
+    @override
     def draw(self, count: int, device: torch.device, purpose: str = "time") -> Tensor:
-        """Draw times ``[count]`` in [0, 1]."""
         t = randomness.rand(purpose, (count,), device)
         return self.shift * t / (1 + (self.shift - 1) * t)
 
@@ -52,8 +53,8 @@ class LogitNormal(TimeDistribution):
     shift: float = 1.0
     stratified: bool = False
 
+    @override
     def draw(self, count: int, device: torch.device, purpose: str = "time") -> Tensor:
-        """Draw times ``[count]`` in [0, 1]."""
         if self.stratified:
             z = torch.special.ndtri(randomness.strata(purpose, count, device))
         else:
@@ -72,8 +73,8 @@ class UShaped(TimeDistribution):
 
     steepness: float = 4.0
 
+    @override
     def draw(self, count: int, device: torch.device, purpose: str = "time") -> Tensor:
-        """Draw times ``[count]`` in [0, 1]."""
         u = randomness.rand(purpose, (count,), device)
         return 0.5 + torch.asinh((2 * u - 1) * sinh(self.steepness / 2)) / self.steepness
 

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from typing_extensions import override
 
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.networks.pretrained import Pretrained
@@ -77,26 +78,26 @@ class PretrainedAutoencoder(Pretrained, Autoencoder):  # type: ignore[override]
     flag = "autoencoder"
 
     @staticmethod
+    @override
     def identity(source: str) -> tuple[object, nn.Module]:
-        """Return the class with its settings, and the module."""
         module, config = _load(source)
         settings = {name: value for name, value in config.items() if not name.startswith("_")}
         return (type(module).__name__, sorted(settings.items())), module
 
+    @override
     def encode(self, pictures: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the mean of the latents, and their standard deviation or None."""
         encoded = self._call("encode", pictures)
         distribution = getattr(encoded, "latent_dist", None)
         if distribution is None:
             return _without_frames(encoded[0]), None
         return _without_frames(distribution.mode()), _without_frames(distribution.std)
 
+    @override
     def decode(self, latents: Tensor) -> Tensor:
-        """Return pictures in about [-1, 1], float32."""
         return _without_frames(self._call("decode", latents).sample)
 
+    @override
     def prepare(self, device: torch.device) -> None:
-        """Load the weights onto ``device``."""
         self._module(device)
 
     @torch.no_grad()
@@ -197,16 +198,16 @@ class Small(Autoencoder):
     def __init__(self, fingerprint: str | None = None) -> None:
         self.fingerprint = fingerprint or _small_fingerprint()
 
+    @override
     def encode(self, pictures: Tensor) -> tuple[Tensor, None]:
-        """Return the mean of the latents, and their standard deviation or None."""
         return self._call("encode", pictures), None
 
+    @override
     def decode(self, latents: Tensor) -> Tensor:
-        """Return pictures in about [-1, 1], float32."""
         return self._call("decode", latents)
 
+    @override
     def prepare(self, device: torch.device) -> None:
-        """Load the weights onto ``device``."""
         if self.fingerprint != _small_fingerprint():
             raise UsageError("--autoencoder small has other weights than in training: install the version used there")
         _small(device)

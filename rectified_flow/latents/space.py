@@ -63,13 +63,11 @@ class StoredLatents(Space):
 
     @override
     def encode(self, data: Tensor) -> Tensor:
-        """Return the mean of the first variant's distribution, normalised."""
         mean, std = self._scales(data.device)
         return (data[:, 0, 0].float() - mean) / std
 
     @override
     def to_stored(self, x: Tensor, *, exact: bool = False) -> Tensor:
-        """Return a single variant without a standard deviation, float16 ``[b, 1, 1, c, ...]``."""
         stored = self.unscaled(x)[:, None, None]
         return stored if exact else stored.half()
 
@@ -112,7 +110,6 @@ class Latents(StoredLatents):
     @classmethod
     @override
     def of(cls, facts: DataFacts, /) -> Self:
-        """Build the space with the scale of a teacher; without a teacher, the scale is measured later."""
         if not facts.autoencoder:
             raise UsageError("Latents need an autoencoder: pass --autoencoder")
         autoencoder, sides = autoencoder_of(facts.autoencoder), facts.shape[1:]
@@ -131,7 +128,6 @@ class Latents(StoredLatents):
 
     @override
     def decode(self, x: Tensor) -> Tensor:
-        """Return pictures in [0, 1], decoded some at a time."""
         parts = self.unscaled(x).split(self._at_once)
         return self.pixels.decode(torch.cat([self.autoencoder.decode(part) for part in parts]))
 
@@ -225,8 +221,8 @@ class LatentDataset(StoreDataset):
     """The latents of a store: items have ``latents``, float16 ``[v, k, c, h, w]``, as :class:`Latents` takes them."""
 
     @property
+    @override
     def description(self) -> str:
-        """One line that describes the images and the shape of their latents."""
         shape = " x ".join(map(str, self.info.rows[LATENTS_FILE][2:]))
         return f"{super().description}, as latents of {shape} by {cast(Latents, self.space).autoencoder.name}"
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 from rectified_flow.data.framing import Framing
 from rectified_flow.data.sources import PictureRows, Row
@@ -32,22 +33,22 @@ class FieldRows(PictureRows):
         self.key = ("space", stored, tuple(space.files.values()))
         self.low, self.high, self.has_missing = np.full(channels, np.inf), np.full(channels, -np.inf), False
 
+    @override
     def fit(self, image: Array) -> tuple[Row, tuple[int, int]]:
-        """Return the row of a field ``[c, h, w]``, and its width and height [px]."""
         with np.errstate(over="ignore"):
             row = fit_field(image, self.framing.stored_size, pad=self.framing.crop == "none").astype(self.space.dtype)
         if np.isinf(row).any():
             raise ValueError(f"it holds an infinite value, or one too large for {self.space.dtype}; write NaN instead")
         return row, (image.shape[2], image.shape[1])
 
+    @override
     def add(self, row: Row) -> None:
-        """Add the values of a row to the range of each channel."""
         self.has_missing |= bool(np.isnan(row).any())
         self.low = np.fmin(self.low, np.fmin.reduce(row, axis=(1, 2)))  # leaves out NaN
         self.high = np.fmax(self.high, np.fmax.reduce(row, axis=(1, 2)))
 
+    @override
     def info(self, name: str, sizes: set[tuple[int, int]]) -> dict[str, Any]:
-        """Return the space of the rows: the format of the files, and the range of the values."""
         constant = np.flatnonzero(~(self.low < self.high)) + 1
         if len(constant):
             raise UsageError(f"channel {constant[0]} of {name} has one value, or none: remove it from the files")
@@ -88,23 +89,25 @@ class FieldFolder(FileFolder):
         self.notes.append(f"read {self.format.suffix} files as {self.format}, {width} x {height} px")
         self.fingerprint = f"{self.fingerprint} fields {channels_last}"
 
+    @override
     def read(self, file: Path) -> Array:
-        """Return a field ``[c, h, w]``; NaN is unknown."""
         values, found, _ = field_files.read_field(file, self.channels_last)
         # A file without a mark for unknown values is read like the first, which has one.
         if found.channels != self.format.channels or found.dtype not in self._types:
             raise ValueError(f"it has {found}, and the first file has {self.format}")
         return values.astype(self.format.dtype)
 
+    @override
     def size_of(self, index: int) -> tuple[int, int]:
         """Return the width and height of the first field [px]; the other files are assumed to have the same size."""
         return self._size
 
+    @override
     def rows(self, framing: Framing) -> FieldRows:
-        """Return how the fields become rows of a store."""
         return FieldRows(framing, self.space)
 
     @property
+    @override
     def space(self) -> Fields:
         """The space of stored fields; their size and range, which are not known yet, suit every transform."""
         low, high, how = (1.0,) * self.format.channels, (2.0,) * self.format.channels, self.format

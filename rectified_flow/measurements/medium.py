@@ -95,7 +95,6 @@ class Measurements(Medium):
 
     @override
     def page(self) -> dict[str, Any]:
-        """Return the conversion to physical units, and the colours by which fields are shown."""
         space, legend = self.space, self.legend
         scale = {"low": list(space.low), "high": list(space.high), "transform": describe(space.transform)}
         ends = {} if legend is None else {"colours": legend.colours.tolist(), "ends": [legend.least, legend.greatest]}
@@ -103,7 +102,6 @@ class Measurements(Medium):
 
     @override
     def render(self, data: Tensor) -> Tensor:
-        """Render three channels as red, green and blue, or one in a colour map that marks values out of its range."""
         x = self.space.encode(data)[:, self.shown]
         share = (x + 1) / 2
         colours = (share.nan_to_num(0.5) * (LEVELS - 1)).round().clamp(0, LEVELS - 1).long()

@@ -213,7 +213,6 @@ class Fields(Space):
 
     @override
     def to_stored(self, x: Tensor, *, exact: bool = False) -> Tensor:
-        """Return fields of the stored type, clipped to its range, where integers are rounded; or float32 as it is."""
         data = self.decode(x)
         return data if exact else torch.from_numpy(as_type(data.cpu().numpy(), np.dtype(self.dtype))).to(x.device)
 

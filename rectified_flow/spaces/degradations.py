@@ -70,7 +70,6 @@ class Grey(Degradation):
 
     @override
     def __call__(self, x: Tensor) -> Tensor:
-        """Replace the three colours by the brightness."""
         return _with_colours(_brightness(x), x)
 
 
@@ -118,7 +117,6 @@ class Mask(Degradation):
 
     @override
     def __call__(self, x: Tensor) -> Tensor:
-        """Set the pixels of a random hole in each row to NaN."""
         hole = (_box if self.shape == "box" else _strokes)(x)
         return x.masked_fill(hole[:, None], torch.nan)
 
@@ -129,7 +127,6 @@ class Edges(Degradation):
 
     @override
     def __call__(self, x: Tensor) -> Tensor:
-        """Replace the colours by lines."""
         sobel = torch.tensor([[1.0, 2.0, 1.0], [0.0, 0.0, 0.0], [-1.0, -2.0, -1.0]], device=x.device, dtype=x.dtype) / 8
         kernels = torch.stack((sobel, sobel.T))[:, None]
         slope = F.conv2d(F.pad(_brightness(x), (1, 1, 1, 1), mode="replicate"), kernels).norm(dim=1, keepdim=True)

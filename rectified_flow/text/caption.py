@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from rectified_flow.condition import LARGEST, WrittenCondition
 from rectified_flow.data.build import StoreWriter, claimed, fill, key_of
@@ -46,6 +47,7 @@ class Caption(WrittenCondition):
     examples: tuple[str, ...] = ()
 
     @classmethod
+    @override
     def fit(cls, texts: Sequence[str], **options: Any) -> Self:
         """Return captions for the texts of a column.
 
@@ -57,25 +59,26 @@ class Caption(WrittenCondition):
         examples = [texts[at] for at in np.linspace(0, len(texts) - 1, EXAMPLES).astype(int).tolist()]
         return cls(encoder, encoder.size, options.get("text_tokens", 0), tuple(dict.fromkeys(examples)))
 
+    @override
     def none(self, count: int, device: torch.device) -> Tensor:
-        """Return ``count`` rows of "none"."""
         return torch.full((count, 1 + self.tokens, self.size), torch.nan, device=device)
 
+    @override
     def split(self, text: str) -> list[str]:
-        """Return captions that are separated by semicolons."""
         return [each.strip() for each in text.split(";")]
 
     def encode(self, texts: Sequence[str]) -> Tensor:
         """Return the encoded texts; a text without known words is "none"."""
         return self.encoder.encode(texts, self.tokens)
 
+    @override
     def parse(self, texts: Sequence[str]) -> Tensor:
-        """Return the encoded texts of a user; an empty text is "none", and one without known words is an error."""
         values, empty = self.encode(texts), torch.tensor([not text.strip() for text in texts])
         for row in (values[:, 0].isnan().any(dim=1) & ~empty).nonzero():
             raise UsageError(f"no word of {texts[row]!r} occurs in the training captions: use other words")
         return values.masked_fill(empty[:, None, None], torch.nan)
 
+    @override
     def stored(self, texts: Sequence[str], folder: Path, state: Any) -> "EncodedTexts":
         """Return the encoded texts of a column, from a store in the folder if the encoder has weights. Collective.
 
@@ -98,6 +101,7 @@ class Caption(WrittenCondition):
         encoder.parts[1].to("cpu")  # the CPU suffices for prompts
         return replace(encoded, store=StoreDataset(writer.path))
 
+    @override
     def scores(self, values: Tensor, pictures: Tensor) -> dict[str, float]:
         """Return the share of samples for which the real picture of their caption is among the 5 nearest of 50.
 
@@ -115,21 +119,21 @@ class Caption(WrittenCondition):
         share = found(pictures[1:, groups], pictures[0, groups], NEAREST)
         return {f"retrieval_at_{NEAREST}": share, "retrieval_by_chance": NEAREST / size}
 
+    @override
     def exported(self) -> dict[str, Any]:
-        """Return what a caller of an exported program needs to know."""
         sizes = {"size": self.size, "tokens": self.tokens, "examples": list(self.examples)}
         return {"kind": "caption", **sizes, "encoder": self.encoder.exported()}
 
+    @override
     def companion(self) -> Exportable | None:
-        """Return the text encoder, or None for one that callers program themselves."""
         return self.encoder.companion(self.examples)
 
+    @override
     def embedding(self, dim: int) -> nn.Module:
-        """Return a module that embeds the vector of a text as ``[b, dim]``."""
         return _TextEmbedding(self.size, dim)
 
+    @override
     def sequence_embedding(self, dim: int) -> nn.Module | None:
-        """Return a module that embeds the tokens as ``[b, tokens, dim]``, and returns their mask."""
         return _TokenEmbedding(self.size, dim) if self.tokens else None
 
 

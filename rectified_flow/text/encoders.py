@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.exportable import Exportable
@@ -76,12 +77,12 @@ class BagOfWords(TextEncoder):
         counts = Counter(word for text in texts for word in words_of(text))
         return cls(sorted(counts, key=lambda word: (-counts[word], word))[:MAX_WORDS])
 
+    @override
     def exported(self) -> dict[str, Any]:
-        """Return the words."""
         return {"kind": "words", "words": list(self.words)}
 
+    @override
     def encode(self, texts: Sequence[str], tokens: int = 0) -> Tensor:
-        """Return the counts of words, as vectors of length 1; a text without known words is NaN."""
         rows = torch.zeros(len(texts), self.size)
         for row, text in zip(rows, texts, strict=True):
             for word in words_of(text):
@@ -106,14 +107,14 @@ class PretrainedTextEncoder(Pretrained, TextEncoder):  # type: ignore[override]
     flag = "text_encoder"
 
     @staticmethod
+    @override
     def identity(source: str) -> tuple[object, nn.Module]:
-        """Return the class with the tokens of a sentence, and the module."""
         tokenizer, module = _load(source)
         return (type(module).__name__, tokenizer("A red flower, and 2 blue ones!")["input_ids"]), module
 
     @property
+    @override
     def size(self) -> int:  # type: ignore[override]
-        """Size of a vector."""
         return int(self.parts[1].config.hidden_size)
 
     @property
@@ -129,13 +130,13 @@ class PretrainedTextEncoder(Pretrained, TextEncoder):  # type: ignore[override]
         self.check()
         return _load(self.source)
 
+    @override
     def exported(self) -> dict[str, Any]:
-        """Return the files of its program."""
         files = {"file": TEXT_FILE, "tokenizer": TOKENIZER_FILE}
         return {"kind": "program", **files, "most_tokens": self.most_tokens, "pools": self.pools}
 
+    @override
     def companion(self, texts: Sequence[str]) -> Exportable:
-        """Return the module with its tokenizer, which compares the vectors of ``texts``."""
         document = json.loads(self.parts[0].backend_tokenizer.to_str()) | {"padding": None, "truncation": None}
         tokenizer = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
         return Exportable(
@@ -168,8 +169,8 @@ class PretrainedTextEncoder(Pretrained, TextEncoder):  # type: ignore[override]
         return nn.functional.normalize(pooled, dim=1), hidden
 
     @torch.no_grad()
+    @override
     def encode(self, texts: Sequence[str], tokens: int = 0) -> Tensor:
-        """Return the vectors of texts and of their tokens, see :meth:`TextEncoder.encode`."""
         rows, device = [torch.empty(0, 1 + tokens, self.size)], self.parts[1].device
         for first in range(0, len(texts), TEXTS_AT_ONCE):
             inputs = self.tokenize(texts[first : first + TEXTS_AT_ONCE])

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from accelerate import Accelerator
 from torch import Tensor
+from typing_extensions import override
 
 from rectified_flow.distributed import map_over_ranks, on_main
 from rectified_flow.errors import RunError, UsageError
@@ -114,14 +115,14 @@ class Measurement(Callback):
     def plot(self, trainer: "Trainer") -> None:
         """Plot the recorded lines (``self.file``), on the main process."""
 
+    @override
     def on_start(self, trainer: "Trainer") -> None:
-        """Open the file, and measure the step that the run starts at if that is due and not recorded yet."""
         is_due = trainer.is_due(self.every) and (trainer.state.step > 0 or self.untrained)
         is_recorded = on_main(trainer.accelerator, lambda: self._open(trainer))
         self.conclude(trainer, new=is_due and not is_recorded and self._measure_all(trainer))
 
+    @override
     def on_step(self, trainer: "Trainer") -> None:
-        """Measure if it is due."""
         if trainer.is_due(self.every):
             trainer.stepper.finish_pending()
             self.conclude(trainer, new=self._measure_all(trainer))
@@ -162,24 +163,24 @@ class EvaluationHook(Measurement):
         self.evaluator, self.keeps_best = evaluator, keeps_best
         self._numbers: dict[str, float] = {}
 
+    @override
     def on_setup(self, trainer: "Trainer") -> None:
-        """Extract the features of the training data: it may take long, and there is nothing to save yet."""
         self.steps = trainer.config.sample_steps or _averaged(trainer).default_steps
         self.settings = self.evaluator.settings | {"steps": self.steps}
-        self.evaluator.prepare()
+        self.evaluator.prepare()  # now, as it may take long, and there is nothing to save yet
 
+    @override
     def measure(self, trainer: "Trainer", numbers: list[int]) -> Tensor:
-        """Return the features of some samples, ``[n, d]``."""
         flow = _averaged(trainer)
         return self.evaluator.sample_features(flow, numbers, steps=self.steps, **default_guidance(flow))
 
+    @override
     def summarize(self, trainer: "Trainer", rows: Tensor) -> dict[str, Any]:
-        """Compute the metrics, and return them with the settings."""
         self._numbers = self.evaluator.compute(rows)
         return self._numbers | self.settings
 
+    @override
     def conclude(self, trainer: "Trainer", *, new: bool) -> None:
-        """Report a new evaluation, and keep the best checkpoint."""
         if not new:
             return
         numbers, is_best = on_main(trainer.accelerator, lambda: self._judge(trainer))
@@ -188,8 +189,8 @@ class EvaluationHook(Measurement):
         if is_best and self.keeps_best:
             trainer.save_as_best()
 
+    @override
     def plot(self, trainer: "Trainer") -> None:
-        """Plot the headline metric and the share of copies over the steps."""
         name = self.evaluator.headline
         numbers = self.file.numbers(name)
         title = "{num_samples} samples against {num_real} of {dataset}".format(**self.settings)
@@ -235,17 +236,17 @@ class HeldOutHook(Measurement):
         self.pictures, self.stops = pictures, stops
         self._has_warned = False
 
+    @override
     def measure(self, trainer: "Trainer", numbers: list[int]) -> Tensor:
-        """Return the loss of some pictures, ``[n]``."""
         return self.pictures.losses(_averaged(trainer), numbers)
 
+    @override
     def summarize(self, trainer: "Trainer", rows: Tensor) -> dict[str, Any]:
-        """Return the mean losses, and the loss of each held-out picture."""
         losses = [float(f"{loss:.6g}") for loss in rows[: self.pictures.count].tolist()]
         return {**self.pictures.means(rows), "losses": losses}
 
+    @override
     def conclude(self, trainer: "Trainer", *, new: bool) -> None:
-        """Log the measurement, keep the best checkpoint, and warn or stop."""
         measured = on_main(trainer.accelerator, self._measured)
         if not measured:
             return

@@ -9,6 +9,8 @@ from os.path import commonpath
 from pathlib import Path
 from typing import Any, ClassVar
 
+from typing_extensions import override
+
 from rectified_flow.data.metadata import METADATA_FILES, read_metadata
 from rectified_flow.data.sources import ImageSource
 from rectified_flow.errors import UsageError
@@ -93,20 +95,20 @@ class FileFolder(ImageSource):
         """Return the contents of a file, decoded or not, for the rows of a store. Any exception means a broken file."""
         return open_picture(file)
 
+    @override
     def load(self, index: int) -> tuple[Any, int]:
-        """Return the contents of a file, and its label or -1."""
         return self.read(self.files[index]), self._labels[index]
 
+    @override
     def describe(self, index: int) -> str:
-        """Return the path of a file."""
         return printable(self.files[index])
 
+    @override
     def name_of(self, index: int) -> str:
-        """Return the path of a file, relative to the folder."""
         return printable(self.files[index].relative_to(self.path))
 
+    @override
     def read_table(self) -> dict[str, list[Any]]:
-        """Return the columns of the metadata files among the files."""
         return read_metadata(self._metadata, self.files)
 
     def _note(self, what: str, files: Sequence[Path]) -> None:

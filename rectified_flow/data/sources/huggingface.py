@@ -9,6 +9,7 @@ from typing import Any
 
 from accelerate import PartialState
 from PIL import Image
+from typing_extensions import override
 
 from rectified_flow.data.sources import ImageSource
 from rectified_flow.data.sources.folder import files_fingerprint, find_files
@@ -34,15 +35,15 @@ class HuggingFaceSource(ImageSource):
         self._flag = f"--dataset{'_path' * is_folder} {source}"
 
     @cached_property
+    @override
     def fingerprint(self) -> str:  # type: ignore[override]
-        """Hash of the files, or of the rows of a hub dataset."""
         if isinstance(self.source, Path):  # so that an existing store opens without loading the dataset
             return f"{files_fingerprint(self.source, find_files(self.source))} {self.split}"
         return f"{self.source} {self.split} {self._rows._fingerprint}"
 
     @cached_property
+    @override
     def class_names(self) -> list[str]:  # type: ignore[override]
-        """Names of the classes by label; empty without a label column."""
         if self._label_column is None:
             return []
         if names := getattr(self._rows.features[self._label_column], "names", None):
@@ -53,8 +54,8 @@ class HuggingFaceSource(ImageSource):
     def __len__(self) -> int:
         return len(self._rows)
 
+    @override
     def load(self, index: int) -> tuple[Image.Image, int]:
-        """Return the undecoded image of a row, and its label or -1."""
         row = self._rows[index]
         image, label = row[_columns(self._rows, "Image")[0]] or {"bytes": b""}, row.get(self._label_column)
         content = io.BytesIO(image["bytes"]) if image["bytes"] is not None else self._find_file(image["path"])
@@ -72,8 +73,8 @@ class HuggingFaceSource(ImageSource):
             raise ValueError(f"the row names {file}, a file outside the dataset's folder")
         return file
 
+    @override
     def read_table(self) -> dict[str, Any]:
-        """Return the columns beside the images, with the names of classes."""
         rows = self._rows.remove_columns(_columns(self._rows, "Image"))
         columns = {name: rows[name] for name in rows.features}  # read when they are used
         for name in _columns(rows, "ClassLabel"):

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
+from typing_extensions import override
 
 from rectified_flow.data.sources import ImageSource
 
@@ -64,14 +65,14 @@ class SyntheticFlowers(ImageSource):
     def __len__(self) -> int:
         return self.count
 
+    @override
     def load(self, index: int) -> tuple[Image.Image, int]:
-        """Draw an image, and return it with its label."""
         label = index % len(SPECIES)
         picture = draw_flower(SPECIES[label], self.side, np.random.default_rng((self.seed, index)))
         return Image.fromarray(picture), label
 
+    @override
     def read_table(self) -> dict[str, list[Any]]:
-        """Return captions, species, petals, hue [degrees] and radius [fraction of the side] of each flower."""
         species = [SPECIES[index % len(SPECIES)] for index in range(self.count)]
         places = [_place(np.random.default_rng((self.seed, index))) for index in range(self.count)]
         return {
