@@ -1,6 +1,7 @@
 """Measurements while a flow trains: distances of generated to held-out clouds, and recognised digits."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from io import BytesIO
 from pathlib import Path
@@ -14,14 +15,14 @@ from point_clouds import shares
 from rectified_flow import Measurement, RunError, Trainer, randomness
 from rectified_flow.flows.couplings import optimal_pairs
 from rectified_flow.flows.solvers import Guidance
+from rectified_flow.system import pictures
 from rectified_flow.system.artifact import write_output
-from rectified_flow.system.pictures import Panel, draw_panels
 from rectified_flow.system.signals import raise_if_stop_requested
 from riemannian import RiemannianFlow
 
 KINDS = ("wasserstein", "chamfer")
-CELL = 0.36
-"""Half the side of a digit in a picture, where a cell has the side 1."""
+CELL, PANEL, LEFT = 0.38, 4, 0.4
+"""Half the side of a digit, rows of digits for a geometry, and the margin for its name, in cells of a picture."""
 
 
 class Distances(Measurement):
@@ -90,7 +91,8 @@ class Distances(Measurement):
         words = ", ".join(f"{kind} {numbers[kind]:.4f} (others {others[f'{kind}_of_others']:.4f})" for kind in KINDS)
         step = f"step {trainer.state.step}"
         trainer.run.print(f"distances   {step}: {words}, {numbers['as_asked']:.0%} as asked (real {of_real:.0%})")
-        draw_clouds(trainer.config.output_dir / "clouds.png", self.digits, self.held_out, clouds.reshape(real.shape))
+        panel = Panel(self.digits, self.held_out, clouds.reshape(real.shape))
+        draw_clouds(trainer.config.output_dir / "clouds.png", [panel])
         return numbers | others
 
     def numbers(self, clouds: Tensor, costs: Sequence[Tensor]) -> dict[str, float]:
@@ -120,7 +122,8 @@ class Distances(Measurement):
         names = {kind: kind for kind in KINDS} | {f"{kind}, other real clouds": f"{kind}_of_others" for kind in KINDS}
         lines = {name: self.file.numbers(key) for name, key in names.items()}
         title = f"{self.total} clouds, {self.digits.geometry}"
-        draw_panels(trainer.config.output_dir / "distances.png", [Panel(lines, title, "step", "distance")])
+        panel = pictures.Panel(lines, title, "step", "distance")
+        pictures.draw_panels(trainer.config.output_dir / "distances.png", [panel])
 
 
 def matched(costs: Tensor) -> float:
@@ -159,21 +162,37 @@ def chamfer(costs: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return there + (back * b).sum(dim=1)
 
 
-def draw_clouds(path: Path, digits: Digits, real: dict[str, Tensor], clouds: Tensor) -> None:
+@dataclass(frozen=True)
+class Panel:
+    """Real and generated clouds ``[b, n, d]`` of a geometry, and the conditions of both by name."""
+
+    digits: Digits
+    real: dict[str, Tensor]
+    generated: Tensor
+    title: str = ""
+
+
+def draw_clouds(path: Path, panels: Sequence[Panel]) -> None:
     """Draw two real clouds of each digit above two generated ones, unwrapped from the geometry."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 4.2))
-    axes = figure.add_axes((0.0, 0.0, 1.0, 1.0), aspect="equal", xlim=(0, DIGITS), ylim=(4.2, 0))
+    width, height = DIGITS + LEFT, PANEL * len(panels)
+    figure = Figure(figsize=(width, height))
+    axes = figure.add_axes((0.0, 0.0, 1.0, 1.0), aspect="equal", xlim=(-LEFT, DIGITS), ylim=(height, 0))
     axes.axis("off")
-    for line, (colour, points) in enumerate((("tab:blue", real["clouds"]), ("tab:orange", clouds))):
-        places = []
-        for digit in range(DIGITS):
-            for number, row in enumerate((real["labels"] == digit).nonzero().flatten()[:2].tolist()):
-                centre = torch.tensor([digit + 0.5, 2.1 * line + number + 0.5])
-                places.append(centre + CELL * UPWARDS * digits.unwrap(points[row][real["weights"][row] > 0]))
-        across, down = torch.cat(places).T.numpy()
-        axes.scatter(across, down, s=4, c=colour, linewidths=0)
+    for top, panel in zip(range(0, PANEL * len(panels), PANEL), panels, strict=True):
+        axes.text(-0.9 * LEFT, top + PANEL / 2, panel.title, rotation=90, va="center", fontsize=14)
+        axes.axhline(top, color="lightgrey", linewidth=1)
+        labels, weights = panel.real["labels"], panel.real["weights"]
+        for line, (colour, clouds) in enumerate((("tab:blue", panel.real["clouds"]), ("tab:orange", panel.generated))):
+            places = []
+            for digit in range(DIGITS):
+                for number, row in enumerate((labels == digit).nonzero().flatten()[:2].tolist()):
+                    centre = torch.tensor([digit + 0.5, top + 2 * line + number + 0.5])
+                    flat = panel.digits.unwrap(clouds[row][weights[row] > 0])
+                    places.append(centre + CELL * UPWARDS * flat)
+            across, down = torch.cat(places).T.numpy()
+            axes.scatter(across, down, s=9, c=colour, linewidths=0)
     content = BytesIO()
-    figure.savefig(content, format="png", dpi=100)
+    figure.savefig(content, format="png", dpi=90)
     write_output(path, content.getvalue())

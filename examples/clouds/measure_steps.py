@@ -19,7 +19,7 @@ from typing import Any
 import tyro
 
 import set_transformer  # noqa: F401  registers the network
-from cloud_distances import KINDS, Distances, draw_clouds, matched
+from cloud_distances import KINDS, Distances, Panel, draw_clouds, matched
 from digits import Digits
 from rectified_flow import load_flow
 from rectified_flow.flows.solvers import Guidance
@@ -60,6 +60,7 @@ def main(flags: Flags) -> None:
             for coupling in flags.couplings:
                 measure(flags, {"geometry": geometry, "point_coupling": coupling, "seed": seed})
     print(table(read_rows(flags.output_dir)))
+    draw(flags)
 
 
 def measure(flags: Flags, run: dict[str, Any]) -> None:
@@ -68,7 +69,7 @@ def measure(flags: Flags, run: dict[str, Any]) -> None:
     missing = [way for way in WAYS if way not in known]
     if not missing:
         return
-    folder = flags.output_dir / "-".join(map(str, run.values()))
+    folder = folder_of(flags, run)
     seconds = train(flags, run, folder)
     distances = Distances(Digits(run["geometry"], flags.points), flags.measured_clouds, every=1)
     others = distances.others
@@ -85,7 +86,24 @@ def measure(flags: Flags, run: dict[str, Any]) -> None:
         with (flags.output_dir / "steps.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
         print(row, flush=True)
-    draw_clouds(folder / "clouds.png", distances.digits, distances.held_out, clouds)
+
+
+def folder_of(flags: Flags, run: dict[str, Any]) -> Path:
+    """Return the folder of a run."""
+    return flags.output_dir / "-".join(map(str, run.values()))
+
+
+def draw(flags: Flags) -> None:
+    """Draw held-out and generated clouds of each geometry, of the first coupling and seed."""
+    panels, (steps, guidance) = [], WAYS[-1]
+    for geometry in flags.geometries:
+        run = {"geometry": geometry, "point_coupling": flags.couplings[0], "seed": flags.seeds[0]}
+        distances = Distances(Digits(geometry, flags.points), flags.measured_clouds, every=1)
+        flow: Any = load_flow(folder_of(flags, run))
+        how: dict[str, Any] = {"steps": steps, "solver": "euler", "guidance": Guidance(guidance)}
+        clouds = distances.sample(flow, 0, range(distances.total), **how)
+        panels.append(Panel(distances.digits, distances.held_out, clouds, geometry))
+    draw_clouds(flags.output_dir / "point-clouds.png", panels)
 
 
 def train(flags: Flags, run: dict[str, Any], folder: Path) -> float:
