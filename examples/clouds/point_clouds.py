@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from geometry import Geometry, Sphere
-from rectified_flow import Space, UsageError, register
+from rectified_flow import Medium, Space, UsageError, register
 from rectified_flow.condition import ConditionSpecs
 
 PICTURE_SIDE, DOT = 96, 5
@@ -53,7 +54,7 @@ class PointClouds(Dataset[dict[str, Tensor]]):
     ) -> None:
         weights = [cloud.new_ones(len(cloud)) for cloud in clouds] if weights is None else weights
         for number, (cloud, masses) in enumerate(zip(clouds, weights, strict=True)):
-            problem = Points(geometry).problem_with(cloud) or _problem_of_weights(cloud, masses)
+            problem = problem_of(cloud, geometry) or _problem_of_weights(cloud, masses)
             if problem is not None:
                 raise UsageError(f"cloud {number}: {problem}")
         size = size or max(map(len, clouds))
@@ -91,6 +92,45 @@ def _problem_of_weights(cloud: Tensor, weights: Tensor) -> str | None:
     return None if sound else "its weights must be finite, not negative, and not all zero"
 
 
+class Clouds(Medium):
+    """Clouds of points, drawn as white points on black."""
+
+    space: "Points"
+    items = "clouds"
+
+    def render(self, data: Tensor) -> Tensor:
+        """Draw white points on black; those on the far side of a sphere, seen along its last axis, are grey."""
+        geometry = self.space.geometry
+        low, high = geometry.window
+        places = (data[..., :2] - low) / (high - low) * PICTURE_SIDE
+        columns, rows = places.long().clamp(0, PICTURE_SIDE - 1).unbind(dim=-1)
+        far = (data[..., -1] < 0) & isinstance(geometry, Sphere)
+        pictures = torch.zeros(len(data), PICTURE_SIDE**2, device=data.device)
+        shades = torch.where(far, BACK, FRONT)
+        pictures.scatter_reduce_(1, (PICTURE_SIDE - 1 - rows) * PICTURE_SIDE + columns, shades, "amax")
+        dots = F.max_pool2d(pictures.reshape(-1, 1, PICTURE_SIDE, PICTURE_SIDE), DOT, stride=1, padding=DOT // 2)
+        return dots.to(torch.uint8).expand(-1, 3, -1, -1)
+
+    def problem_with(self, batch: dict[str, Any]) -> str | None:
+        """Describe what is wrong with the clouds of a batch, or return None."""
+        return problem_of(batch[self.space.key], self.space.geometry)
+
+    @property
+    def noun(self) -> str:
+        """The size of a cloud in words."""
+        return f"{self.space.shape[0]} points" if self.space.shape else "clouds"
+
+
+def problem_of(clouds: Tensor, geometry: Geometry) -> str | None:
+    """Describe what is wrong with clouds ``[..., n, d]``, or return None."""
+    if clouds.ndim < 2 or clouds.shape[-2] == 0 or clouds.shape[-1] != geometry.dim:
+        return f"its shape is {tuple(clouds.shape)}; {geometry} needs points [n, {geometry.dim}]"
+    off = (clouds - geometry.project(clouds)).abs().amax()
+    if not off.isfinite():
+        return "points are not finite"
+    return None if off <= TOLERANCE else f"points are up to {off:.3g} off the {geometry}: project them"
+
+
 @register
 class Points(Space):
     """Clouds ``[b, n, d]`` of points of a geometry. Their weights are an entry of the batch of their own.
@@ -114,31 +154,10 @@ class Points(Space):
         """Return points of the geometry, float32."""
         return self.geometry.project(x.float())
 
-    def render(self, data: Tensor) -> Tensor:
-        """Draw white points on black; those on the far side of a sphere, seen along its last axis, are grey."""
-        low, high = self.geometry.window
-        places = (data[..., :2] - low) / (high - low) * PICTURE_SIDE
-        columns, rows = places.long().clamp(0, PICTURE_SIDE - 1).unbind(dim=-1)
-        far = (data[..., -1] < 0) & isinstance(self.geometry, Sphere)
-        pictures = torch.zeros(len(data), PICTURE_SIDE**2, device=data.device)
-        shades = torch.where(far, BACK, FRONT)
-        pictures.scatter_reduce_(1, (PICTURE_SIDE - 1 - rows) * PICTURE_SIDE + columns, shades, "amax")
-        dots = F.max_pool2d(pictures.reshape(-1, 1, PICTURE_SIDE, PICTURE_SIDE), DOT, stride=1, padding=DOT // 2)
-        return dots.to(torch.uint8).expand(-1, 3, -1, -1)
-
-    def problem_with(self, data: Tensor) -> str | None:
-        """Describe what is wrong with clouds ``[..., n, d]``, or return None."""
-        if data.ndim < 2 or data.shape[-2] == 0 or data.shape[-1] != self.geometry.dim:
-            return f"its shape is {tuple(data.shape)}; {self.geometry} needs points [n, {self.geometry.dim}]"
-        off = (data - self.geometry.project(data)).abs().amax()
-        if not off.isfinite():
-            return "points are not finite"
-        return None if off <= TOLERANCE else f"points are up to {off:.3g} off the {self.geometry}: project them"
-
     @property
-    def noun(self) -> str:
-        """The size of a cloud in words."""
-        return f"{self.shape[0]} points" if self.shape else "clouds"
+    def medium(self) -> Medium:
+        """The clouds as pictures and in words."""
+        return Clouds(self)
 
 
 def shares(weights: Tensor) -> Tensor:

@@ -27,10 +27,6 @@ class ClipLatents(StoredLatents):
         """Return latents as the autoencoder has them."""
         return self.unscaled(x)
 
-    def render(self, data: Tensor) -> Tensor:
-        """Refuse to render latents."""
-        raise UsageError("latents of clips are rendered by the pipeline")
-
 
 class Captions(Condition):
     """Embeddings of captions ``[b, tokens, d]``. The embedding of the empty caption stands for "none".

@@ -11,7 +11,7 @@ import torch
 from cloud_distances import Distances, chamfer, wasserstein
 from digits import GEOMETRIES, Digits
 from geometry import Euclidean
-from point_clouds import Points
+from point_clouds import problem_of
 from rectified_flow.system.signals import Interrupted, defer_signals, stop_on_signals
 
 
@@ -24,7 +24,7 @@ def digits_of(name: str) -> Digits:
 def test_digits_are_wrapped_and_come_back(name: str) -> None:
     digits = digits_of(name)
     for cloud in digits.clouds[:20]:
-        assert Points(digits.geometry).problem_with(cloud) is None
+        assert problem_of(cloud, digits.geometry) is None
         assert 6 <= len(cloud) <= 12
         assert digits.unwrap(cloud).abs().max() <= 1 + 1e-5
         assert torch.allclose(digits.wrap(digits.unwrap(cloud)), cloud, atol=1e-5)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from geometry import Euclidean, FlatTorus, Geometry, Sphere
-from point_clouds import Points
+from point_clouds import problem_of
 
 GEOMETRIES = [Euclidean(2), Sphere(2), Sphere(3), Sphere(5), FlatTorus(1), FlatTorus(2)]
 each = pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
@@ -74,9 +74,9 @@ def test_parallel_transport(geometry: Geometry) -> None:
 def test_points_of_the_noise_and_projections_are_points(geometry: Geometry) -> None:
     z = torch.cat((torch.randn(1000, geometry.dim), torch.full((1, geometry.dim), 9.0)))
     noise = geometry.from_normal(z)
-    assert Points(geometry).problem_with(noise) is None
+    assert problem_of(noise, geometry) is None
     far = geometry.project(10 * torch.randn(1000, geometry.dim))
-    assert Points(geometry).problem_with(far) is None
+    assert problem_of(far, geometry) is None
     assert torch.allclose(geometry.project(far), far)
 
 

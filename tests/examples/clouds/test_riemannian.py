@@ -246,11 +246,11 @@ def test_it_comes_back_from_its_description() -> None:
 
 def test_pictures_of_clouds() -> None:
     corner = torch.tensor([[[0.0, 0.0], [0.99, 0.5]]])
-    picture = Points(FlatTorus(2)).render(corner)
+    picture = Points(FlatTorus(2)).medium.render(corner)
     assert picture.shape == (1, 3, 96, 96)
     assert picture[0, 0, 95, 0] == picture[0, 1, 47, 95] == 255, "squares around the points, which the edges cut off"
     assert (picture[0, 0] > 0).sum() == 3 * 3 + 3 * 5
-    poles = Points(Sphere(3)).render(torch.tensor([[[0.0, 0.0, -1.0]], [[0.0, 0.0, 1.0]]]))
+    poles = Points(Sphere(3)).medium.render(torch.tensor([[[0.0, 0.0, -1.0]], [[0.0, 0.0, 1.0]]]))
     assert poles[:, 0].amax(dim=(1, 2)).tolist() == [90, 255]
 
 
