@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from accelerate import PartialState
@@ -24,9 +24,7 @@ from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.solvers import CALLS_PER_STEP, Guidance
 from rectified_flow.load import autocast, load_flow
 from rectified_flow.networks.unet import to_device
-from rectified_flow.registry import build
 from rectified_flow.runs import checkpoint
-from rectified_flow.spaces.space import Space
 from rectified_flow.system.artifact import Artifact
 from rectified_flow.system.files import prepare_folder, read_document
 from rectified_flow.training.trainer import choose_precision
@@ -58,10 +56,10 @@ class Recipe:
     source: str = ""  # the teacher's checkpoint
     precision: str = ""  # of the teacher's network
     pictures: str = ""  # fingerprint of the training pictures
+    space: dict[str, Any] = field(default_factory=dict)  # description of the teacher's space
     teacher: str = ""  # fingerprint of the teacher's checkpoint
     earlier: str = ""  # fingerprint of its early checkpoint; empty without autoguidance
-    flags: dict[str, Any] = field(default_factory=dict)  # only in recipes of commit c5b7768, like those below
-    space: dict[str, Any] = field(default_factory=dict)
+    flags: dict[str, Any] = field(default_factory=dict)  # only in recipes of commit c5b7768, like sha256
     sha256: str = ""
 
 
@@ -98,9 +96,10 @@ class DistillationData:
         doubled = sum(scale != 1 for scale in (self.recipe.guidance_scale, self.recipe.autoguidance))
         return self.recipe.steps * CALLS_PER_STEP[self.recipe.solver] * 2**doubled
 
-    def space_of_teacher(self) -> Space:
-        """Return the space of the teacher's flow."""
-        return cast(Space, build(checkpoint.load_document(self.teacher, checkpoint.FLOW_FILE)["space"]))
+    def described_space(self) -> dict[str, Any]:
+        """Describe the space of the teacher's flow. Data that exist have it, too, and then need the teacher no more."""
+        stored = recipe_of(self)
+        return dict(stored.space if stored else checkpoint.load_document(self.teacher, checkpoint.FLOW_FILE)["space"])
 
 
 def open_distilled(distilled: DistillationData, pictures: ImageDataset, config: TrainConfig) -> StoreDataset:
@@ -118,6 +117,7 @@ def open_distilled(distilled: DistillationData, pictures: ImageDataset, config: 
         precision="bf16" if choose_precision(config.run, state.device) == "bf16" else "float32",
         pictures=pictures.fingerprint,
         solver=stored.solver if stored else distilled.recipe.solver,  # stored paths keep their solver; no flag sets it
+        space=on_main(state, distilled.described_space),
         teacher=checkpoint.fingerprint(teacher),
         earlier="" if earlier is None else checkpoint.fingerprint(earlier),
     )

@@ -36,7 +36,7 @@ from rectified_flow.evaluation.heldout import HeldOutPictures, Split
 from rectified_flow.flags import check_rules, name_of, recorded, refuse, replaced, rules_of, values_of
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.flow_map import FlowMap, takes_interval
-from rectified_flow.registry import describe
+from rectified_flow.registry import build, describe
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.folder import check_start, describe_run, write_config
@@ -102,7 +102,7 @@ def train_run(config: TrainConfig) -> bool:
         space.medium.prepare(state.device)
     data = _open_data(config, found)
     distilled, has_pictures = DistillationData.of(config), isinstance(data, ImageDataset)
-    teacher = None if distilled is None else on_main(state, distilled.space_of_teacher)
+    teacher = None if distilled is None else build(on_main(state, distilled.described_space))
     space = build_space(config.data, data, teacher)
     split = hold_out_pictures(data, config) if has_pictures and distilled is None else None
     count, conditions = len(data) if split is None else len(split.training), getattr(data, "conditions", {})
