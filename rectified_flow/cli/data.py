@@ -147,6 +147,8 @@ def build_space(data: DataConfig, found: Found | None = None, teacher: Space | N
     typed = typed_options("space", kind.of, options)
     try:
         return kind.of(replace(data_facts(data, kind, found), teacher=teacher), **typed)
+    except UsageError:
+        raise
     except (TypeError, ValueError) as error:
         raise UsageError(f"--space {kind.__name__} cannot be built ({first_line(error)})") from error
 

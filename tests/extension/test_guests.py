@@ -18,7 +18,7 @@ from tests.ranks import run_on_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 GUESTS = {name: kind for name, kind in KINDS.items() if kind.imports}
-UNNAMED = ("own pictures", "own optimizer", "own metric", "own format")
+UNNAMED = ("own pictures", "own optimizer", "own metric", "own degradation", "own format")
 """Guests that no checkpoint names, so that sampling works without them."""
 
 
