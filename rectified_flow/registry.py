@@ -110,9 +110,7 @@ def build(description: Mapping[str, Any]) -> Any:
     kind = _REGISTERED[None].get(name)
     if kind is None:
         raise UsageError(f"the kind {name} is not registered: pass --import MODULE to register it")
-    known = parameters_of(kind)  # an argument of an older version that was left out there has no effect
-    given = {key: value for key, value in description.items() if key in known or value is not None}
-    arguments = {key: _built(value) for key, value in given.items() if key != "kind"}
+    arguments = {key: _built(value) for key, value in description.items() if key != "kind"}
     try:
         _check_arguments(kind, arguments)
         return kind(**arguments)

@@ -28,7 +28,6 @@ from rectified_flow.runs.checkpoint import CONFIG_FILE, FLOW_FILE
 from rectified_flow.spaces.pixels import Pixels
 
 LABELS = Labels(2, ("cat", "dog"))
-OLD_RUNS = Path(__file__).with_name("old_runs")
 
 
 def unet() -> Unet:
@@ -130,9 +129,9 @@ def test_a_flow_with_weights_outside_its_network_is_saved_whole() -> None:
     assert network_of(tilted) is tilted
 
 
-def test_a_process_that_has_imported_nothing_else_loads_a_flow() -> None:
+def test_a_process_that_has_imported_nothing_else_loads_a_flow(tmp_path: Path) -> None:
     """The network and the flows are registered by the module that loads them."""
-    run = str(OLD_RUNS / "rectified")
+    run = str(run_of(tmp_path, {}, {}))
     code = f"from rectified_flow import load_flow; print(type(load_flow({run!r}).network).__name__)"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert printed == "Unet\n"

@@ -147,11 +147,9 @@ def proven_names(folder: Path) -> list[str]:
         digest, names = hash_file(folder / CONFIG_FILE), {CONFIG_FILE, OUTPUTS_FILE}
         for path in reversed(checkpoint.list_checkpoints(folder / CHECKPOINTS)):
             if find_damage(path, names=names) is None:
-                files = read_manifest(path).files
-                saved = files.get(CONFIG_FILE)
+                saved = read_manifest(path).files.get(CONFIG_FILE)
                 if saved is not None and saved.sha256 == digest:
-                    more = read_document(path / OUTPUTS_FILE, list[FileName]) if OUTPUTS_FILE in files else []
-                    return [*RUN_FILES, *more]
+                    return [*RUN_FILES, *read_document(path / OUTPUTS_FILE, list[FileName])]
     return []
 
 
