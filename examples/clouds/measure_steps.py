@@ -137,7 +137,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     ]
     lines = [" | ".join(["| geometry, coupling of points", *heads, "other real clouds |"])]
     lines.append("|" + "---|" * (len(WAYS) + 2))
-    for geometry, coupling in dict.fromkeys((row["geometry"], row["point_coupling"]) for row in rows):
+    for geometry, coupling in sorted({(row["geometry"], row["point_coupling"]) for row in rows}):
         mine = [row for row in rows if (row["geometry"], row["point_coupling"]) == (geometry, coupling)]
         cells = [cell([row for row in mine if (row["steps"], row["guidance"]) == way]) for way in WAYS]
         seeds = len({row["seed"] for row in mine})
@@ -151,7 +151,7 @@ def cell(rows: Sequence[dict[str, Any]], suffix: str = "") -> str:
     if not rows:
         return ""
     first, second, share = (fmean(row[name + suffix] for row in rows) for name in CELL)
-    return f"{first:.4f} / {second:.4f} / {share:.0%}"
+    return f"{first:.3g} / {second:.3g} / {share:.0%}"
 
 
 if __name__ == "__main__":
