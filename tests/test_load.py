@@ -142,7 +142,7 @@ def run_of(
 ) -> Path:
     """A checkpoint as a run of train_oxford.py leaves it, with further entries of config.json or files by name."""
     flow = FLOWS["rectified"]()
-    config = {"data": {"image_size": 8, **data}, "flow": {}, "training": flags}
+    config = {"data": {"kind": "Pictures", "image_size": 8, **data}, "flow": {}, "training": flags}
     config |= {name: each for name, each in documents.items() if not name.endswith(".json")}
     parts = {name: each for name, each in documents.items() if name.endswith(".json")}
     files = {checkpoint.MODEL_FILE: checkpoint.own_weights(flow.network)}
