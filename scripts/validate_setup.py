@@ -9,8 +9,9 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Annotated
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,9 @@ from rectified_flow.data.build import default_cache_dir
 from rectified_flow.data.open import open_dataset
 from rectified_flow.errors import UsageError
 
+ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("torch", "torchvision", "accelerate", "datasets", "ema-pytorch", "einops", "wandb", "safetensors", "tyro")
+TEXT_PACKAGES = ("tokenizers", "transformers")
 FREE_BYTES_WANTED = 5 * 10**9
 
 
@@ -38,6 +41,8 @@ class Flags:
     """Folder of your own images, or a local datasets folder."""
     image_size: int = 64
     """Side of the images [px]."""
+    text: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE [FILE ...]")] = ()
+    """Text files of examples/text, which are checked in place of the images."""
     output_dir: Path = Path("runs")
     """Folder in which runs will be saved."""
     cache_dir: Path | None = None
@@ -53,7 +58,7 @@ def main(flags: Flags) -> int:
     checks: dict[str, Callable[[], str]] = {
         "versions": check_versions,
         "devices": check_devices,
-        "data": lambda: check_data(flags),
+        "data": lambda: check_text(flags) if flags.text else check_data(flags),
         "start method": check_start_method,
         "two processes": check_two_processes,
         "disk": lambda: check_disk(flags.output_dir, flags.cache_dir or default_cache_dir()),
@@ -99,6 +104,20 @@ def check_data(flags: Flags) -> str:
         f"{len(dataset)} images, {len(dataset.class_names)} classes; a batch {tuple(images.shape)} {images.dtype}, "
         f"mean {images.float().mean():.0f}; stored in {dataset.path}"
     )
+
+
+def check_text(flags: Flags) -> str:
+    """Return the number of lines of a text and its first line, after building its index."""
+    for package in TEXT_PACKAGES:
+        try:
+            version(package)
+        except PackageNotFoundError as error:
+            raise ProblemError(f"the Python package {package} is not installed: pip install -e '.[text]'") from error
+    sys.path.append(str(ROOT / "examples/text"))
+    from line_store import open_lines
+
+    lines = open_lines(flags.text, cache_dir=flags.cache_dir)
+    return f"{len(lines):,} lines, the first is {lines[0][:40]!r}; index in {lines.folder}"
 
 
 def check_start_method() -> str:

@@ -1,6 +1,6 @@
 """Train a small masked-language model on text files with one text per line.
 
-The lines stay on the disk, whatever their number, in a table that datasets writes once. A tokenizer is trained on
+The lines stay on the disk, whatever their number: an index of byte offsets is built once. A tokenizer is trained on
 the lines, and a BERT of transformers on its tokens. Every 20th line is held out, and the share of its masked tokens
 that the model predicts is measured during training. Needs `pip install -e ".[text]"`.
 """
@@ -20,19 +20,19 @@ import torch
 import tyro
 from accelerate.utils import set_seed
 from annotated_types import Interval
-from tokenizers import Tokenizer
 from torch import Tensor
 
+from line_store import open_lines
 from masked_model import HEAD, SPECIAL, MaskedModel
 from rectified_flow import Measurement, Trainer, TrainingConfig, randomness
 from rectified_flow.cli.build import join
 from rectified_flow.cli.config import ProgramConfig
 from rectified_flow.distributed import on_main
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import Flags, Positive, recorded
+from rectified_flow.flags import Flags, Positive, default_is, flag, recorded
 from rectified_flow.runs.folder import check_start
 from rectified_flow.system.pictures import Panel, draw_panels
-from token_lines import HELD_OUT_EVERY, TokenLines, open_lines, read_tokenizer
+from token_lines import HELD_OUT_EVERY, Split, TokenLines, load_tokenizer, make_tokenizer
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,9 @@ class TextConfig(Flags):
     """The text and the model."""
 
     text: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE [FILE ...]")] = ()
-    """UTF-8 text files, one text per line."""
+    """UTF-8 text files, one text per line, or folders with .txt files."""
+    max_train_samples: Annotated[Positive | None, default_is("all")] = None
+    """Train on the first lines only, so many after the held-out lines are taken out."""
     vocabulary: Annotated[int, Interval(gt=0, le=2**20)] = 4000  # the tokenizer reserves memory for all of them
     """Largest number of different tokens."""
     length: Positive = 32
@@ -56,10 +58,16 @@ class TextConfig(Flags):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.text:
-            raise UsageError("--text is missing: pass one or more text files")
         if self.width % HEAD != 0:
             raise UsageError(f"--width is {self.width}; it must be a multiple of {HEAD}")
+
+
+@dataclass(frozen=True)
+class TextProgramConfig(ProgramConfig):
+    """Flags of the program itself."""
+
+    config: Annotated[Path | None, flag(recorded=False)] = None
+    """Start from the flags in this JSON file, such as a run's config.json; flags on the command line override them."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +87,7 @@ class TextFlags:
             output_dir=Path("runs/masked-text"),
         )
     )
-    program: ProgramConfig = field(default_factory=ProgramConfig)
+    program: TextProgramConfig = field(default_factory=TextProgramConfig)
 
 
 class Accuracy(Measurement):
@@ -90,8 +98,8 @@ class Accuracy(Measurement):
         self.tokens = lines.read_batch(range(self.total))["tokens"]
         words = self.tokens[self.tokens >= len(SPECIAL)]
         if len(words.unique()) <= 1:
-            found = f"the {self.total} measured lines of {lines.description} have fewer than two different words"
-            raise UsageError(f"{found}: pass a longer text, or raise --measured_lines")
+            found = f"the {self.total} measured lines of {lines.description} have fewer than two different known words"
+            raise UsageError(f"{found}: pass a longer text, or raise --measured_lines or --max_train_samples")
         self.most_frequent = int(words.mode().values)
 
     def measure(self, trainer: Trainer, numbers: Sequence[int]) -> Tensor:
@@ -126,15 +134,19 @@ class Accuracy(Measurement):
 def train(flags: TextFlags) -> bool:
     """Train, and return whether the run finished."""
     state, text = join(flags), flags.text
+    if not text.text:  # not in TextConfig, as the file of --config may have it
+        raise UsageError("--text is missing: pass one or more text files")
     set_seed(flags.run.seed)
     on_main(state, lambda: check_start(flags.run))
-    on_main(state, lambda: len(open_lines(text.text)))  # writes the table
+    on_main(state, lambda: open_lines(text.text))  # builds the index
     lines, least = open_lines(text.text), 2 * HELD_OUT_EVERY
     if len(lines) < least:
         raise UsageError(f"--text has {len(lines)} lines, too few for a held-out set: pass at least {least}")
+    trained, held_out = Split(lines, max_samples=text.max_train_samples), Split(lines, held_out=True)
     path = flags.run.output_dir / "tokenizer.json"
-    tokenizer = on_main(state, lambda: read_tokenizer(path, lines, text.vocabulary))
-    training, held_out = (TokenLines(lines, tokenizer, text.length, held_out=each) for each in (False, True))
-    accuracy = Accuracy(held_out, text.measure_every, text.measured_lines)
-    model = MaskedModel(Tokenizer.from_str(tokenizer).get_vocab_size(), text.length, text.width, text.layers)
-    return Trainer(model, training, flags.run, callbacks=[accuracy], flags=recorded(flags)).train()
+    on_main(state, lambda: make_tokenizer(path, trained, text.vocabulary))
+    training, measured = (TokenLines(each, path, text.length) for each in (trained, held_out))
+    accuracy = Accuracy(measured, text.measure_every, text.measured_lines)
+    model = MaskedModel(load_tokenizer(path).get_vocab_size(), text.length, text.width, text.layers)
+    data = {"text": [*map(str, text.text)]}
+    return Trainer(model, training, flags.run, callbacks=[accuracy], data=data, flags=recorded(flags)).train()

@@ -1,123 +1,81 @@
-"""Fine-tune a Wan video model of diffusers on a folder of clips with captions, as a LoRA.
+"""Fine-tune a Wan video model of diffusers on a folder of clips with captions: a LoRA, or all weights.
 
-Each video (mp4, webm, mov, mkv, gif) has a caption in a .txt file beside it. Clips and captions are encoded once, by
-all GPUs together, into the cache. Needs `pip install -e ".[latent]"`.
+The folder has videos (mp4, webm, mov, mkv, gif) or folders of frames. The caption of a clip is in a .txt file beside
+it, in caption.txt for a whole folder, or in metadata.jsonl. Clips and captions are encoded once, by all GPUs together,
+into the cache. Needs `pip install -e ".[latent]"`.
 """
 
 from rectified_flow.cli.programs import run
 
 if __name__ == "__main__":  # before the rest, which is imported by its name
-    run("train_wan:train", "train_wan:WanFlags", __doc__)
+    run("train_wan:train", "wan_flags:WanFlags", __doc__)
 
-from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Annotated, Any
+from dataclasses import replace
 
 from accelerate.utils import set_seed
 
-from clips import encode_clips, find_clips
-from rectified_flow import Callback, RectifiedFlow, Trainer, TrainingConfig
+from clips import find_clips
+from encoded_clips import encode_clips
+from rectified_flow import Callback, Trainer
 from rectified_flow.cli.build import join
-from rectified_flow.cli.config import ProgramConfig, check_outside
 from rectified_flow.distributed import on_main
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import Flags, Positive, Probability, default_is, recorded
-from rectified_flow.flows.times import LogitNormal
-from rectified_flow.runs.folder import check_start
-from rectified_flow.system.outputs import claim, write_output
-from wan import Wan, WanNetwork
+from rectified_flow.flags import flags_in, plain, recorded
+from rectified_flow.flows.times import LogitNormal, TimeDistribution
+from rectified_flow.runs import checkpoint
+from rectified_flow.runs.folder import check_start, read_config
+from rectified_flow.system.outputs import claim
+from rectified_flow.system.terminal import line
+from wan_callbacks import LORA_FILE, TRANSFORMER, LoraFile, SampledClips, TransformerFolder
+from wan_flags import WanFlags
+from wan_flow import ClipFlow, ExpertTimes, WanNetwork
+from wan_pipeline import Wan
 
-LORA_FILE = "pytorch_lora_weights.safetensors"
-
-
-@dataclass(frozen=True)
-class WanConfig(Flags):
-    """The model and the clips."""
-
-    model: str = ""
-    """Folder or hub id of a Wan pipeline of diffusers, such as Wan-AI/Wan2.1-T2V-1.3B-Diffusers."""
-    dataset_path: Path = Path("clips")
-    """Folder of clips with captions."""
-    frames: Positive = 81
-    """Frames of a clip; 1 more than a multiple of 4."""
-    height: Positive = 480
-    """Height of a frame [px]."""
-    width: Positive = 832
-    """Width of a frame [px]."""
-    cache_dir: Annotated[Path | None, default_is("$RECTIFIED_FLOW_CACHE, else ~/.cache/rectified-flow")] = None
-    """Folder for encoded clips."""
-    lora_rank: Positive = 32
-    """Rank of the LoRA of the attention's weights."""
-    caption_dropout: Probability = 0.1
-    """Probability of training a clip without its caption."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.model:
-            raise UsageError("--model is missing: pass the folder or hub id of a Wan pipeline of diffusers")
+IDENTITY = ("model", "expert", "first_frame", "lora_rank", "lora_alpha", "time_shift")
+"""Flags that may not change when a run resumes: nothing in the weights would show it."""
 
 
-@dataclass(frozen=True)
-class WanFlags:
-    """All flags of the program."""
-
-    wan: WanConfig = field(default_factory=WanConfig)
-    run: TrainingConfig = field(
-        default_factory=partial(
-            TrainingConfig,
-            batch_size=1,
-            train_num_steps=2000,
-            learning_rate=1e-4,
-            lr_warmup_steps=50,
-            ema_decay=0.99,
-            num_samples=0,
-            save_every=250,
-            output_dir=Path("runs/wan"),
-        )
-    )
-    program: ProgramConfig = field(default_factory=ProgramConfig)
-
-    def __post_init__(self) -> None:
-        written = {"output_dir": self.run.output_dir, "cache_dir": self.wan.cache_dir}
-        check_outside("dataset_path", self.wan.dataset_path, **written)
-
-
-class LoraFile(Callback):
-    """The averaged LoRA as a file for the pipeline's ``load_lora_weights``, written at each checkpoint."""
-
-    def on_checkpoint(self, trainer: Trainer, path: Path) -> None:
-        """Write the file."""
-        from diffusers import WanPipeline
-        from peft import get_peft_model_state_dict
-
-        if not trainer.accelerator.is_main_process:
-            return
-        network = trainer.averaged_flow.network
-        assert isinstance(network, WanNetwork)
-        with TemporaryDirectory(dir=trainer.config.output_dir) as stage:
-            layers: Any = get_peft_model_state_dict(network.transformer)
-            WanPipeline.save_lora_weights(stage, weight_name=LORA_FILE, transformer_lora_layers=layers)
-            write_output(trainer.config.output_dir / LORA_FILE, (Path(stage) / LORA_FILE).read_bytes())
+def check_same_run(flags: WanFlags) -> None:
+    """Raise a UsageError if the newest checkpoint is of a run with another model or objective."""
+    now = plain(flags)
+    for newest in checkpoint.list_checkpoints(flags.run.checkpoints)[-1:]:
+        then = flags_in(read_config(newest / checkpoint.CONFIG_FILE))
+        for name in IDENTITY:
+            if then.get(name) != now[name]:
+                changed = f"{newest} was trained with --{name} {then.get(name)}, and this run has {now[name]}"
+                raise UsageError(f"{changed}: choose another --output_dir")
 
 
 def train(flags: WanFlags) -> bool:
     """Train, and return whether the run finished."""
-    state, config = join(flags), flags.wan
-    set_seed(flags.run.seed)
-    on_main(state, lambda: check_start(flags.run))
-    on_main(state, lambda: claim(flags.run.output_dir, [LORA_FILE]))
+    state, config, run_flags = join(flags), flags.wan, flags.run
+    set_seed(run_flags.seed)
+    on_main(state, lambda: check_start(run_flags))
+    on_main(state, lambda: check_same_run(flags))
+    on_main(state, lambda: claim(run_flags.output_dir, [LORA_FILE if config.lora_rank else TRANSFORMER]))
     clips = find_clips(config.dataset_path)
-    wan = Wan(config.model, (config.frames, config.height, config.width), state.device)
-    dataset = encode_clips(wan, clips, config.cache_dir, state)
-    wan.add_lora(config.lora_rank)
-    wan.transformer.enable_gradient_checkpointing()
-    flow = RectifiedFlow(
-        WanNetwork(wan.transformer, dataset.empty, config.model),
+    wan = Wan(config, state.device)
+    if config.lora_rank == 0:
+        wan.check_memory()
+    dataset = encode_clips(wan, clips, state)
+    transformer = wan.trained_transformer()
+    if config.gradient_checkpointing:
+        transformer.enable_gradient_checkpointing()
+    times: TimeDistribution = LogitNormal(mean=0.0, std=1.0, shift=wan.time_shift)
+    if wan.boundary is not None:
+        times = ExpertTimes(wan.time_shift, *wan.noise_range)
+    flow = ClipFlow(
+        WanNetwork(transformer, dataset.empty, f"{config.model}/{wan.expert}", wan.first_frame),
         space=wan.space,
-        time_distribution=LogitNormal(mean=0.0, std=1.0, shift=wan.time_shift),
+        time_distribution=times,
         condition_dropout=config.caption_dropout,
     )
-    del wan  # the encoders, which need as much memory as the transformer
-    return Trainer(flow, dataset, flags.run, callbacks=[LoraFile()], flags=recorded(flags)).train()
+    if state.is_main_process:
+        low, high = wan.noise_range
+        print(line("times", f"logit-normal, shift {wan.time_shift:g}, {wan.expert} from {low:g} to {high:g}"))
+    callbacks: list[Callback] = [LoraFile() if config.lora_rank else TransformerFolder()]
+    if run_flags.num_samples:
+        count, steps, every = run_flags.num_samples, run_flags.sample_steps or 30, run_flags.sample_every
+        callbacks.append(SampledClips(wan, clips, dataset, count=count, steps=steps, every=every))
+    without_grid = replace(run_flags, num_samples=0)  # the pipeline samples, not the flow
+    return Trainer(flow, dataset, without_grid, callbacks=callbacks, flags=recorded(flags)).train()

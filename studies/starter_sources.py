@@ -1,0 +1,218 @@
+"""Pictures of Debian packages whose licences permit publishing weights made from them, with their authors.
+
+The sources are read from packages that are unpacked into one folder:
+
+    apt-get download endless-sky-data gcompris-qt-data ukui-wallpapers openclipart-png gnome-backgrounds \
+        mate-backgrounds plasma-workspace-wallpapers && for each in *.deb; do dpkg -x $each packages; done
+"""
+
+import io
+import json
+import re
+import struct
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import translate
+from pathlib import Path
+from typing import Literal
+
+import datasets
+from PIL import Image
+
+from studies.autoencoder_data import draw
+
+Kind = Literal["photograph", "drawing", "emoji", "render"]
+KINDS: tuple[Kind, ...] = ("photograph", "drawing", "emoji", "render")
+FREE = re.compile(r"(public-domain|CC0-1\.0|CC-BY(-SA)?-\d\.\d)( and (CC0-1\.0|CC-BY-\d\.\d))*", re.IGNORECASE)
+"""Licences whose pictures are used: no GPL, no GFDL, no terms against commercial use or changes."""
+UNSURE = "unsplash"
+"""Pictures that came from there are left out: its licence changed in June 2017, and their dates are not recorded."""
+DRAWN = 5_000
+SPRITES = 6
+"""One in so many of the asteroids of endless-sky is used: they are frames of rotations."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture, and what must be said about it."""
+
+    name: str
+    authors: str
+    licence: str
+    content: Path | bytes | int
+    """Its file, its bytes, or the seed of a picture drawn by program."""
+
+    def open(self) -> Image.Image:
+        """Return the picture as RGB, or as RGBA if it has transparent parts."""
+        if isinstance(self.content, int):
+            import numpy as np
+
+            return draw(np.random.default_rng(self.content))
+        image = Image.open(io.BytesIO(self.content) if isinstance(self.content, bytes) else self.content)
+        return image.convert("RGBA" if image.has_transparency_data else "RGB")
+
+
+@dataclass(frozen=True)
+class Terms:
+    """A paragraph of a Debian copyright file: patterns of files, their authors and their licence."""
+
+    files: re.Pattern[str]
+    authors: str
+    licence: str
+    text: str
+
+    @property
+    def is_free(self) -> bool:
+        """Whether pictures under these terms are used."""
+        return FREE.fullmatch(self.licence) is not None and UNSURE not in self.text.lower()
+
+
+def read_terms(copyright_file: Path) -> list[Terms]:
+    """Return the paragraphs on files of a machine-readable copyright file (Debian's format 1.0), in their order.
+
+    Patterns match pictures of any format, because packages convert pictures to other formats.
+    """
+    found = []
+    for block in re.split(r"\n[ \t]*\n", copyright_file.read_text()):
+        fields = dict[str, str]()
+        name = ""
+        for line in block.splitlines():
+            text = line
+            if line[:1] not in " \t":
+                name, _, text = line.partition(":")
+            fields[name] = f"{fields.get(name, '')}\n{text.strip()}".strip()
+        if "Files" in fields:
+            patterns = [without_format(each) for each in fields["Files"].split()]
+            people = "; ".join(fields["Copyright"].splitlines())
+            licence = fields["License"].splitlines()[0]
+            found.append(Terms(re.compile("|".join(map(translate, patterns))), people, licence, block))
+    return found
+
+
+def without_format(name: str) -> str:
+    """Return a name, or a pattern of names, without the format of a picture."""
+    return re.sub(r"\.(png|jpe?g|webp)$", ".picture", name)
+
+
+def terms_of(name: str, terms: list[Terms]) -> Terms | None:
+    """Return the terms of a file, the last ones that match its name, if they are free."""
+    matching = [each for each in terms if each.files.match(without_format(name))]
+    return matching[-1] if matching and matching[-1].is_free else None
+
+
+def read_resources(file: Path) -> Iterator[tuple[str, bytes]]:
+    """Return the names and contents of a resource file of Qt (format of ``rcc --binary``, versions 1 to 3)."""
+    data = file.read_bytes()
+    magic, version, tree, contents, names = struct.unpack_from(">4sIIII", data)
+    if magic != b"qres":
+        raise ValueError(f"{file} is not a resource file of Qt")
+    size = 14 if version == 1 else 22
+    folder, compressed = 2, 1
+
+    def walk(number: int, path: str) -> Iterator[tuple[str, bytes]]:
+        at = tree + size * number
+        name, flags = struct.unpack_from(">IH", data, at)
+        length = struct.unpack_from(">H", data, names + name)[0] if number else 0  # the root has no name
+        letters = data[names + name + 6 : names + name + 6 + 2 * length].decode("utf-16-be")
+        path = f"{path}/{letters}" if number else ""
+        if flags & folder:
+            count, first = struct.unpack_from(">II", data, at + 6)
+            for child in range(first, first + count):
+                yield from walk(child, path)
+            return
+        start = contents + struct.unpack_from(">I", data, at + 10)[0]
+        content = data[start + 4 : start + 4 + struct.unpack_from(">I", data, start)[0]]
+        if flags == compressed:
+            content = zlib.decompress(content[4:])
+        if flags in (0, compressed):
+            yield path, content
+
+    return walk(0, "")
+
+
+def endless_sky(packages: Path, folders: tuple[str, ...]) -> list[Picture]:
+    """Return free pictures of folders of endless-sky."""
+    root = packages / "usr/share/games/endless-sky"
+    terms = read_terms(packages / "usr/share/doc/endless-sky-data/copyright")
+    files = sorted(each for folder in folders for each in (root / "images" / folder).rglob("*.[jp][pn]g"))
+    found = []
+    for number, file in enumerate(files):
+        name = str(file.relative_to(root))
+        known = terms_of(name, terms)
+        if known and ("asteroid" not in name or number % SPRITES == 0):
+            found.append(Picture(name, known.authors, known.licence, file))
+    return found
+
+
+def gcompris(packages: Path, activities: tuple[str, ...]) -> list[Picture]:
+    """Return free pictures of activities of gcompris."""
+    terms = read_terms(packages / "usr/share/doc/gcompris-qt-data/copyright")
+    found = []
+    for activity in activities:
+        for path, content in read_resources(packages / f"usr/share/gcompris-qt/rcc/{activity}.rcc"):
+            name = path.removeprefix("/gcompris/")
+            known = terms_of(name, terms)
+            is_picture = content[:4] in (b"RIFF", b"\x89PNG") or content[:3] == b"\xff\xd8\xff"
+            if known and is_picture and not name.endswith(".wav"):
+                found.append(Picture(name, known.authors, known.licence, content))
+    return found
+
+
+def plasma(packages: Path) -> list[Picture]:
+    """Return the wallpapers of Plasma whose metadata name the licence CC-BY-SA-4.0."""
+    found = []
+    for about in sorted(packages.glob("usr/share/wallpapers/*/metadata.*")):
+        text = about.read_text()
+        if "CC-BY-SA-4.0" in text:
+            pattern = r'"Name": "([^"]+)"' if about.suffix == ".json" else r"Author=(.+)"
+            author = re.findall(pattern, text)[0]
+            files = sorted(about.parent.glob("contents/images*/*"))
+            found += [Picture(f"{about.parent.name}/{each.name}", author, "CC-BY-SA-4.0", each) for each in files]
+    return found
+
+
+def files_of(packages: Path, pattern: str, authors: str, licence: str, least: int = 0) -> list[Picture]:
+    """Return the files of a pattern with more than ``least`` bytes, which all have the same terms."""
+    files = sorted(each for each in (packages / "usr/share").glob(pattern) if each.stat().st_size > least)
+    return [Picture(each.name, authors, licence, each) for each in files if each.is_file()]
+
+
+def emoji_of(folder: Path) -> list[Picture]:
+    """Return the pictures of Fluent Emoji, a dataset in the layout of the hub."""
+    rows = datasets.load_dataset(str(folder), split="train").cast_column("image", datasets.Image(decode=False))
+    return [Picture(f"{number}.png", "Microsoft", "MIT", row["bytes"]) for number, row in enumerate(rows["image"])]
+
+
+def renders_of(folder: Path) -> list[Picture]:
+    """Return the pictures that starter_renders.py has made so far."""
+    failed = {f"{json.loads(line)['object']:06d}" for line in lines_of(folder) if json.loads(line).get("error")}
+    files = sorted(each for each in folder.glob("??????-?.png") if each.name[:6] not in failed)
+    return [Picture(each.name, "this project", "none", each) for each in files]
+
+
+def lines_of(folder: Path) -> list[str]:
+    """Return the lines on the objects of a folder of renders."""
+    file = folder / "objects.jsonl"
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def open_sources(packages: Path, emoji: Path, renders: Path) -> Mapping[str, Callable[[], list[Picture]]]:
+    """Return functions that list the pictures of each source."""
+    gnome = ("Jakub Steiner", "CC-BY-SA-3.0")
+    return {
+        "openclipart": lambda: files_of(
+            packages, "openclipart/png/**/*.png", "named in the package beside each file", "public-domain"
+        ),
+        "emoji": lambda: emoji_of(emoji),
+        "drawn": lambda: [Picture(str(seed), "this project", "none", seed) for seed in range(DRAWN)],
+        "plasma": lambda: plasma(packages),
+        "gnome": lambda: files_of(packages, "backgrounds/gnome/*.webp", *gnome, least=1000),
+        "mate": lambda: files_of(packages, "backgrounds/mate/desktop/Ubuntu-Mate-*", "Goce Mitevski", "CC-BY-SA-4.0"),
+        "land": lambda: endless_sky(packages, ("land", "scene")),
+        "things": lambda: gcompris(packages, ("categorization", "explore_world_animals")),
+        "words": lambda: gcompris(packages, ("lang",)),
+        "ukui": lambda: files_of(packages, "backgrounds/*.[jp][pn]g", "Ubuntu Kylin community", "CC-BY-SA-3.0"),
+        "sprites": lambda: endless_sky(packages, ("ship", "outfit", "planet", "asteroid")),
+        "renders": lambda: renders_of(renders),
+    }
