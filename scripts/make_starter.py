@@ -3,9 +3,9 @@
 The following commands made the starters of the package. The starter for pixels took about an hour on one core. The
 starter for latents of ``--autoencoder small`` took 98 minutes, on the training pictures of the autoencoder:
 
-    python train_oxford.py --dataset synthetic-flowers --image_size 32 --dim 32 --dim_mults 1 2 3
+    rectified-flow train --dataset synthetic-flowers --image_size 32 --dim 32 --dim_mults 1 2 3
         --network blocks_per_level=1 attention_sides=[8] --dropout 0 --budget 50m --output_dir runs/starter
-    python train_oxford.py --import studies.autoencoder_data --dataset Crops folder=runs/autoencoder
+    rectified-flow train --import studies.autoencoder_data --dataset Crops folder=runs/autoencoder
         --image_size 128 --autoencoder small --dim 48 --dim_mults 1 2
         --network blocks_per_level=1 attention_sides=[8] --dropout 0 --budget 100m --output_dir runs/starter
     python scripts/make_starter.py runs/starter
