@@ -44,7 +44,7 @@ from rectified_flow.distributed import join_processes
 from rectified_flow.flags import values_of
 from rectified_flow.flows.flow import Flow, sample_batches
 from rectified_flow.flows.mean import MeanFlow
-from rectified_flow.networks.unet import to_device
+from rectified_flow.networks.network import to_device
 from rectified_flow.randomness import BatchRows, deterministic
 from rectified_flow.runs.checkpoint import load_tensors, resolve
 from rectified_flow.runs.config import TrainingConfig

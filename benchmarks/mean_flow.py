@@ -18,7 +18,8 @@ from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.flow_map import DistilledFlow
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
-from rectified_flow.networks.unet import Unet, to_device
+from rectified_flow.networks.network import to_device
+from rectified_flow.networks.unet import Unet
 
 RECTIFIED, PATH_STEPS = "rectified flow step", 16
 SCHEMES: dict[str, Callable[[Unet], Flow]] = {

@@ -30,7 +30,8 @@ from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.solvers import Guidance
 from rectified_flow.flows.times import TimeDistribution
 from rectified_flow.load import Trained, read_trained
-from rectified_flow.networks.unet import Unet, to_device
+from rectified_flow.networks.network import to_device
+from rectified_flow.networks.unet import Unet
 from rectified_flow.parts import Choice, arguments_from, choose, split_part
 from rectified_flow.registry import parameters_of
 from rectified_flow.runs import checkpoint
@@ -188,6 +189,12 @@ def choose_network(config: NetworkConfig) -> Choice:
     given = arguments_from(config, ("dim", "dim_mults", "dropout"), choice.target)
     own = {"dropout": config.dropout} if issubclass(choice.target, Unet) else {}  # by default, the class has none
     return replace(choice, arguments=own | given | dict(choice.arguments))
+
+
+def divisor_of(network: Choice) -> int:
+    """Return the number that must divide the sides of the data, for a network."""
+    divisor = getattr(network.target, "divisor_of", None)
+    return 1 if divisor is None else divisor(network.arguments)
 
 
 def choose_flow(flags: FlowConfig, method: Method, *, is_taught: bool = False) -> Choice:

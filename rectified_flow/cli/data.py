@@ -11,7 +11,7 @@ from rectified_flow.cli.config import ColumnConfig, DataConfig, SourceConfig
 from rectified_flow.condition import Labels
 from rectified_flow.data.description import Columns, ItemData, PictureData, RunData, Sources
 from rectified_flow.data.metadata import identity_of
-from rectified_flow.data.open import Pictures, reader_of, space_of_folder
+from rectified_flow.data.open import Pictures, reader_of, registered_dataset, space_of_folder
 from rectified_flow.data.sources import ImageSource
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.data.stream import Batches
@@ -31,12 +31,27 @@ FEW, NAMED = 10, 5
 
 def data_of(pictures: DataConfig, source: SourceConfig, columns: ColumnConfig) -> RunData:
     """Describe the data that the flags name."""
+    return _described(pictures, source, columns)[0]
+
+
+def find_data(pictures: DataConfig, source: SourceConfig, columns: ColumnConfig) -> tuple[RunData, Any]:
+    """Describe the data that the flags name, and find them: the source of pictures, or the items of a dataset."""
+    data, found = _described(pictures, source, columns)
+    return data, data.find() if found is None else found
+
+
+def _described(pictures: DataConfig, source: SourceConfig, columns: ColumnConfig) -> tuple[RunData, Any]:
+    """Describe the data, and return a registered dataset, whose kind is known only once it has been built."""
     name, options = split_part(pictures.dataset)
     degradation, seed = choose_degradation(source.degrade), pictures.data_seed or 0
-    if pictures.dataset_path is None and name in names("dataset"):
-        refuse({"image_size 0": pictures.image_size == 0}, "is for pictures: pass the size of the items")
-        return ItemData(pictures.dataset, pictures.image_size, pictures.cache_dir, degradation, seed)
-    refuse({f"dataset {' '.join(options)}": options}, "has no effect without a registered dataset; leave it out")
+    is_registered = pictures.dataset_path is None and name in names("dataset")
+    needless = {f"dataset {' '.join(options)}": options and not is_registered}
+    refuse(needless, "has no effect without a registered dataset; leave it out")
+    found: Any = None
+    if is_registered:
+        found = registered_dataset(pictures.dataset, pictures.image_size, pictures.cache_dir)
+        if not isinstance(found, ImageSource):
+            return ItemData(pictures.dataset, pictures.image_size, pictures.cache_dir, degradation, seed), found
     described = Pictures(
         name,
         pictures.dataset_path,
@@ -48,8 +63,9 @@ def data_of(pictures: DataConfig, source: SourceConfig, columns: ColumnConfig) -
         alpha=pictures.alpha,
         space=pictures.space,
         exclude=pictures.exclude,
+        options=tuple(options),
     )
-    return PictureData(
+    data = PictureData(
         described,
         Columns(columns.condition_on, columns.text_encoder, columns.text_tokens) if columns.condition_on else None,
         None if source.source_path is None else Sources(source.source_path, source.paired),
@@ -57,6 +73,7 @@ def data_of(pictures: DataConfig, source: SourceConfig, columns: ColumnConfig) -
         pictures.holdout,
         seed,
     )
+    return data, found
 
 
 def flags_of_files(data: DataConfig, *, may_choose: bool = True) -> dict[str, Any]:
@@ -70,7 +87,7 @@ def flags_of_files(data: DataConfig, *, may_choose: bool = True) -> dict[str, An
         flags["space"] = (space, *data.space)
     if data.image_size == 0:
         sized = replace(data, image_size=DataConfig.image_size, space=flags.get("space", data.space))
-        found = data_of(sized, SourceConfig(), ColumnConfig()).find()
+        _, found = find_data(sized, SourceConfig(), ColumnConfig())
         if not isinstance(found, ImageSource):
             raise UsageError("--image_size 0 is for pictures: pass the size of the items")
         width, height = found.size_of(0)

@@ -23,7 +23,7 @@ from rectified_flow.flows.flow import SOURCE
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.solvers import CALLS_PER_STEP, Guidance
 from rectified_flow.load import autocast, load_flow
-from rectified_flow.networks.unet import to_device
+from rectified_flow.networks.network import to_device
 from rectified_flow.registry import build, describe
 from rectified_flow.runs import checkpoint
 from rectified_flow.spaces.space import Space

@@ -26,8 +26,9 @@ from rectified_flow.errors import UsageError
 from rectified_flow.flags import command_line, values_of
 from rectified_flow.flows.flow import Flow
 from rectified_flow.load import autocast
-from rectified_flow.networks.unet import to_device
-from rectified_flow.parts import name_of
+from rectified_flow.networks.network import to_device
+from rectified_flow.networks.unet import Unet
+from rectified_flow.parts import Choice, name_of
 from rectified_flow.registry import names
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
@@ -65,14 +66,14 @@ def may_choose(program: TrainProgramConfig, *, is_own: bool) -> bool:
 
 
 def recipe(
-    data: DataConfig, source: ImageSource, levels: int, fixed: frozenset[str], size: dict[str, Any] | None
+    data: DataConfig, source: ImageSource, divisor: int, fixed: frozenset[str], size: dict[str, Any] | None
 ) -> dict[str, Any]:
     """Return the flags that suit the pictures of a source, and print them. Collective.
 
     Args:
         data: the flags of the pictures.
         source: the pictures.
-        levels: number of levels of the network, each of which halves the sides.
+        divisor: number that must divide the sides, for the network.
         fixed: names of flags that are not to be chosen.
         size: the flags of the size that a plan chose, which will also choose the augmentation; None without a plan.
     """
@@ -82,7 +83,7 @@ def recipe(
         flags.pop("augment", None)  # the plan decides it, when it knows the number of passes
     if not data.autoencoder and data.aspect_ratio == "1:1" and "image_size" not in flags:
         largest = max(sides_of(source, data.crop), default=0)
-        multiple = max(plan.MIN_SIDE, 2 ** (levels - 1))
+        multiple = max(plan.MIN_SIDE, divisor)
         side = ceil(largest / multiple) * multiple
         flags |= {"image_size": side} if 0 < side < data.image_size else {}
     flags = {name: value for name, value in flags.items() if name not in fixed}
@@ -131,7 +132,7 @@ def chosen_size(
         flags: dict[str, Any] = {"batch_size": None, "gradient_accumulation_steps": None, "use_cfg": False}
         flags |= {"guidance_scale": 1.0, "image_size": side, "autoencoder": autoencoder, "global_batch_size": batch}
         space = build_space(replace(data, image_size=side, autoencoder=autoencoder))
-        flags |= plan.network_of(plan.STARTER_DIMS[bool(autoencoder)], (space.shape or ())[1:])
+        flags |= plan.network_flags(Unet, plan.STARTER_DIMS[bool(autoencoder)], (space.shape or ())[1:])
         speeds = [speed_of({**flags, "mixed_precision": precision}) for precision in precisions]
         return max(speeds, key=lambda speed: speed.rate)
 
@@ -217,6 +218,12 @@ def print_speed(run: TrainingConfig, speed: Speed, items: int) -> None:
         raise UsageError(f"{needed}: {remedy}")
     step, steps = batch.total / speed.rate, run.total_steps(batch, items)
     state.print(lines({"speed": speed, "time": f"{duration(step)} a step, {duration(step * steps)} in all"}))
+
+
+def is_free(network: Choice, flags: NetworkConfig, given: Collection[str]) -> bool:
+    """Return whether a plan chooses the size of a network: a flag may have named it, but without arguments."""
+    sized = bool(getattr(network.target, "widths", {}))
+    return sized and {"dim", "dim_mults"}.isdisjoint(given) and not ("network" in given and flags.network[1:])
 
 
 def network_of_origin(

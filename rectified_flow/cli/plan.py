@@ -4,15 +4,18 @@ The settings that :func:`plan` returns depend only on its facts and on the speed
 docs/measurements/budget.md and small_data.md.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from math import ceil, gcd, inf, log2
+from math import ceil, inf, log2
 from typing import Any, Literal, NamedTuple
 
 from rectified_flow.cli.config import Method, seconds_of
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import command_line
+from rectified_flow.networks.network import Network
+from rectified_flow.networks.unet import Unet
 from rectified_flow.runs.checkpoint import EARLY
 from rectified_flow.training.speed import Speed
 
@@ -31,11 +34,11 @@ SIZES = {  # images from which a size and its --autoencoder give better pictures
     (32, ()): 0,
 }
 MIN_SHARE_OF_SIDE = 0.75  # smallest ratio of the side of the pictures to the chosen size; a guess
-WIDTHS = {16: 0, 24: 4_000, 32: 16_000, 48: 60_000, 64: 250_000}  # images from which --dim is better than the last one
 STARTER_DIMS = {False: 32, True: 48}  # --dim of the starters for pixels and for latents
 STARTER_SIDES = {"pixels": range(32, 2**14 + 1), "small": range(32)}  # where half of the weights or more fit
 WIDER_THAN_STARTER = {False: 0, True: 1_000_000}  # images for more channels; the starter for latents had 864,000
-MAX_LEVELS, MIN_SIDE = 5, 8  # levels of the network, and the side of the lowest one, which has attention [px]
+MIN_SIDE = 8  # least side of pictures [px]
+UNET_FLAGS = ("dim", "dim_mults", "dropout")  # arguments of the Unet that are flags of their own
 SHORT = {"learning_rate": 2e-3, "lr_decay": "cosine"}
 MUON = {"optimizer": ("muon",), **SHORT}  # Fréchet distance 128 instead of 213 (budget.md)
 BY_METHOD: dict[Method, dict[str, Any]] = {
@@ -80,8 +83,10 @@ class Facts:
     """The global batch size, if flags set it."""
     augment: float = 0.0
     """The probability of augmentations in a run that is long enough to memorise its pictures."""
+    network: type[Network] = Unet
+    """The class of the network."""
     why_network: str = ""
-    """The origin of the network, if the plan does not choose it."""
+    """The origin of the network, if the plan does not choose its size."""
     starter: Starter = "unsuited"
     latents: bool = False
     """Whether the network works on latents of pictures."""
@@ -114,8 +119,8 @@ class Facts:
 class Trial(NamedTuple):
     """A training whose speed matters to a plan."""
 
-    dim: int | None
-    """Width of the network; None if the plan does not choose the network."""
+    width: int | None
+    """Width of the network; None if the plan does not choose its size."""
     batch: int
     precision: str | None
     augment: float = 0.0
@@ -137,8 +142,8 @@ class Plan(NamedTuple):
 def plan(facts: Facts, measure: Measure) -> Plan:
     """Choose the settings of a run that fits into the time in ``facts``."""
     measure = cache(measure)
-    dim, why_network = _choose_width(facts, measure)
-    trial = Trial(dim, _choose_batch(facts, 0, facts.samples), _choose_precision(facts, measure, dim))
+    width, why_network = _choose_width(facts, measure)
+    trial = Trial(width, _choose_batch(facts, 0, facts.samples), _choose_precision(facts, measure, width))
     speed = measure(trial)
     if not _parts(facts, trial, speed):
         problem = f"a step of {trial.batch:,} images does not fit into the memory (about {speed.memory / 1e9:.1f} GB)"
@@ -191,10 +196,10 @@ def choose_size(pictures: int, side: int, budget: str, measure: MeasureSize) -> 
 def settings_of(facts: Facts, trial: Trial) -> dict[str, Any]:
     """Return the settings that determine the speed of a trial."""
     settings: dict[str, Any] = {**BY_METHOD[facts.method], "global_batch_size": trial.batch}
-    settings |= {} if trial.dim is None else network_of(trial.dim, facts.sides)
+    settings |= {} if trial.width is None else network_flags(facts.network, trial.width, facts.sides)
     settings |= {"mixed_precision": trial.precision} if trial.precision else {}
     settings |= {"augment": trial.augment} if trial.augment else {}
-    if facts.starter == "suited" and trial.dim == STARTER_DIMS[facts.latents]:
+    if facts.starter == "suited" and trial.width == STARTER_DIMS[facts.latents]:
         settings["init_from"] = "starter"
     return {name: value for name, value in settings.items() if name not in facts.fixed}
 
@@ -209,14 +214,12 @@ def limit_of(pictures: int, augment: float) -> int:
     return max(MIN_LIMIT, passes_of(augment) * pictures)
 
 
-def network_of(dim: int, sides: Sequence[int]) -> dict[str, Any]:
-    """Return the flags of a network, whose levels halve the sides while these stay whole and large enough."""
-    levels = 1
-    while levels < MAX_LEVELS and min(sides) // 2**levels >= MIN_SIDE and gcd(*sides) % 2**levels == 0:
-        levels += 1
-    arguments = ("blocks_per_level=1", f"attention_sides=[{min(sides) // 2 ** (levels - 1)}]")
-    mults = (*[1] * (levels - 3), *(1, 2, 3)[:levels])
-    return {"dim": dim, "dim_mults": mults, "network": arguments, "dropout": 0.0}
+def network_flags(kind: type[Network], width: int, sides: Sequence[int]) -> dict[str, Any]:
+    """Return the flags of a network of a width, for data with these sides."""
+    arguments = kind.sized_for(width, sides)
+    flags = {name: value for name, value in arguments.items() if name in UNET_FLAGS}
+    words = [f"{name}={json.dumps(value)}" for name, value in arguments.items() if name not in flags]
+    return flags | {"network": (kind.__name__, *words)}
 
 
 def for_pictures(count: int, *, augmentable: bool = True) -> dict[str, Any]:
@@ -263,16 +266,17 @@ def _choose_width(facts: Facts, measure: Measure) -> tuple[int | None, str]:
         return STARTER_DIMS[facts.latents], "the network of the starter"
     suits, latents = facts.starter == "suited", facts.latents
     least, needed = (STARTER_DIMS[latents], WIDER_THAN_STARTER[latents]) if suits else (0, 0)
-    chosen, *wider = [dim for dim in WIDTHS if dim >= least]
-    for dim in wider:
-        trial = Trial(dim, _choose_batch(facts, 0, facts.samples), _choose_precision(facts, measure, dim))
+    widths = facts.network.widths
+    chosen, *wider = [width for width in widths if width >= least]
+    for width in wider:
+        trial = Trial(width, _choose_batch(facts, 0, facts.samples), _choose_precision(facts, measure, width))
         speed = measure(trial)
         if not _parts(facts, trial, speed):
-            return chosen, f"a step with --dim {dim} does not fit into the memory"
-        images = min(TRAINED_SHARE * facts.seconds * speed.rate, facts.limit)
-        if images < max(needed, WIDTHS[dim]):
-            return chosen, f"--dim {dim} would process {images:,.0f} images, and needs {max(needed, WIDTHS[dim]):,}"
-        chosen = dim
+            return chosen, f"a step with the width {width} does not fit into the memory"
+        images, enough = min(TRAINED_SHARE * facts.seconds * speed.rate, facts.limit), max(needed, widths[width])
+        if images < enough:
+            return chosen, f"with the width {width}, the run would process {images:,.0f} images, and needs {enough:,}"
+        chosen = width
     return chosen, "the largest size"
 
 
@@ -284,12 +288,12 @@ def _parts(facts: Facts, trial: Trial, speed: Speed) -> int:
     return next((each for each in fitting if speed.rate > 0 and speed.memory / each <= room), 0)
 
 
-def _choose_precision(facts: Facts, measure: Measure, dim: int | None) -> str | None:
+def _choose_precision(facts: Facts, measure: Measure, width: int | None) -> str | None:
     """Return the first precision, or another one that is clearly faster."""
     safest, *others = facts.precisions
     batch = _choose_batch(facts, 0, facts.samples)
     for other in others:
-        if measure(Trial(dim, batch, other)).rate > BF16_GAIN * measure(Trial(dim, batch, safest)).rate:
+        if measure(Trial(width, batch, other)).rate > BF16_GAIN * measure(Trial(width, batch, safest)).rate:
             return other
     return safest
 

@@ -11,9 +11,8 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import set_seed
 
 from rectified_flow.cli import facts, plan
-from rectified_flow.cli.build import build_flow, choose_flow, choose_network, join
+from rectified_flow.cli.build import build_flow, choose_flow, choose_network, divisor_of, join
 from rectified_flow.cli.config import (
-    UNET,
     DataConfig,
     EvaluationConfig,
     NetworkConfig,
@@ -21,7 +20,7 @@ from rectified_flow.cli.config import (
     TrainConfig,
     check_outside,
 )
-from rectified_flow.cli.data import build_space, check_source, data_of, flags_of_files, summary_of
+from rectified_flow.cli.data import build_space, check_source, find_data, flags_of_files, summary_of
 from rectified_flow.cli.distill import DistillationData, open_distilled
 from rectified_flow.cli.record import DATA_FLAGS, check_one_step, distillation_of, with_record
 from rectified_flow.cli.settings import Settings, check_rules
@@ -94,19 +93,22 @@ def train_run(settings: Settings[TrainConfig]) -> bool:
     time = None if has_begun else time_of(values, settings.fixed)
     settings = settings.resolving(flags_of_files(values.data, may_choose=not has_begun and distilled is None))
     values = settings.values
-    data = data_of(values.data, values.source, values.columns)
-    found: Any = data.find()
+    data, found = find_data(values.data, values.source, values.columns)
     if not data.has_pictures:
         check_items(settings.given, data.name)
     elif not has_begun and distilled is None and facts.may_choose(program, is_own=is_own(values)):
         settings = with_recipe(settings, found, time)
         values = settings.values
-        data = data_of(values.data, values.source, values.columns)
+        data, found = find_data(values.data, values.source, values.columns)
 
     # All checks that need no data precede the decoding of the pictures, which can take hours.
     space = build_space(values.data, found)
     _check_space(space, values, encodes_centre="crop" in settings.given and not has_begun)
-    if time is None or "network" in settings.fixed or distilled is not None:
+    if (
+        time is None
+        or distilled is not None
+        or not facts.is_free(choose_network(values.network), values.network, settings.given)
+    ):
         check_sides(values.network, values.data, space)
     start = values.init.origin(values.data.starter) if distilled is None else distilled.teacher
     on_main(state, lambda: check_start(values.run, start, writes=not program.dry_run))
@@ -190,8 +192,8 @@ def with_recipe(settings: Settings[TrainConfig], source: ImageSource, time: str 
             size = facts.chosen_size(
                 source, values.data, time, precisions, lambda flags: speed_of(settings.with_layer("given", flags))
             )
-    levels = len(values.network.dim_mults)
-    return settings.with_layer("plan", facts.recipe(values.data, source, levels, settings.fixed, size))
+    divisor = divisor_of(choose_network(values.network))
+    return settings.with_layer("plan", facts.recipe(values.data, source, divisor, settings.fixed, size))
 
 
 def with_plan(
@@ -210,10 +212,13 @@ def with_plan(
     if time is None:
         facts.print_speed(values.run, speed_of(settings, conditions, space), _items_of(distilled, count))
         return settings
-    network, why_network = facts.network_of_origin(values.init, values.data, distilled, settings.fixed)
-    settings = settings.with_layer("plan", network)
+    network, fixed = choose_network(values.network), settings.fixed
+    if facts.is_free(network, values.network, settings.given):
+        fixed = fixed - {"network", *plan.UNET_FLAGS}
+    of_origin, why_network = facts.network_of_origin(values.init, values.data, distilled, fixed)
+    settings = settings.with_layer("plan", of_origin)
     # Another flow may draw no times.
-    fixed = settings.fixed | ({"time_distribution"} if name_of(values.flow.flow) else set())
+    fixed = fixed | ({"time_distribution"} if name_of(values.flow.flow) else set())
     known = facts.facts_of(
         values.method,
         values.data,
@@ -223,14 +228,15 @@ def with_plan(
         pictures=count,
         time=time,
         sides=(space.shape or values.data.framing.shape)[1:],
+        network=network.target,
         why_network=why_network,
         starter=facts.starter_of(values.init, values.data, space, settings.given, is_plain=_is_plain(values)),
     )
     made = plan.plan(
-        known, lambda trial: speed_of(settings.with_layer("plan", plan.settings_of(known, trial)), conditions, space)
+        known, lambda trial: speed_of(settings.resolving(plan.settings_of(known, trial)), conditions, space)
     )
     PartialState().print(lines(made.reasons))
-    return settings.with_layer("plan", made.settings)
+    return settings.resolving(made.settings)
 
 
 def speed_of(
@@ -360,19 +366,17 @@ def start_from(origin: Path | None, run: TrainingConfig, flow: Flow) -> None:
     state.print(line("start from", f"{source}: {fits:,} of {total:,} weights"))
 
 
-def check_sides(network: NetworkConfig, data: DataConfig, space: Space) -> None:
-    """Raise a UsageError if the levels of the Unet cannot halve the sides of the pictures, or of their latents."""
-    size, levels = data.image_size, len(network.dim_mults)
-    shape = space.shape or data.framing.shape
+def check_sides(flags: NetworkConfig, data: DataConfig, space: Space) -> None:
+    """Raise a UsageError if the network does not take the sides of the pictures, or of their latents."""
+    size, shape, network = data.image_size, space.shape or data.framing.shape, choose_network(flags)
     if len(shape) < 3:  # items that are not pictures, for a registered network
         return
     height, width = shape[-2:]
-    divisor, common = 2 ** (levels - 1), gcd(height, width)
-    if name_of(network.network) == UNET and common % divisor > 0:
+    divisor, common = divisor_of(network), gcd(height, width)
+    if common % divisor > 0:
         inputs = f"inputs of {size_text(width, height)}, not divisible by {divisor}"
-        problem = f"--image_size {size} gives the network {inputs}"
-        remedy = f"pass a multiple of {divisor * (size // common)}"
-        raise UsageError(f"{problem}, as the {levels} levels of --dim_mults require: {remedy}")
+        problem = f"--image_size {size} gives the network {inputs}, as this {network.target.__name__} requires"
+        raise UsageError(f"{problem}: pass a multiple of {divisor * (size // common)}")
 
 
 def hold_out_pictures(pictures: ImageDataset, share: float, seed: int, *, is_given: bool, stops: bool) -> Split | None:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 from accelerate import PartialState
 from torch.utils.data import Dataset
@@ -15,12 +15,11 @@ from torch.utils.data import Dataset
 from rectified_flow.condition import ConditionSpecs, WrittenCondition
 from rectified_flow.data.degraded import Degraded
 from rectified_flow.data.metadata import Column
-from rectified_flow.data.open import Pictures, find_columns
+from rectified_flow.data.open import Pictures, find_columns, registered_dataset
 from rectified_flow.data.sources import ImageSource
 from rectified_flow.data.store import ImageDataset, pair_by_name
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import Fraction, Natural, Positive, Seed
-from rectified_flow.parts import choose
 from rectified_flow.registry import build, register
 from rectified_flow.spaces.degradations import Degradation
 from rectified_flow.spaces.space import Space
@@ -197,9 +196,7 @@ class ItemData:
         Raises:
             UsageError: if the dataset is not registered, or refuses its arguments.
         """
-        choice = choose("dataset", "dataset", self.dataset)
-        items: Dataset[Any] = choice.build(image_size=self.image_size, cache_dir=self.cache_dir)
-        return items
+        return cast(Dataset[Any], registered_dataset(self.dataset, self.image_size, self.cache_dir))
 
     def open(self, found: Dataset[Any] | None = None) -> Dataset[Any]:
         """Return what :meth:`find` returns, if it is known, or else open the items."""

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from torch.utils.data import Dataset
+
 from rectified_flow.data import OXFORD_FLOWERS
 from rectified_flow.data.build import open_store
 from rectified_flow.data.framing import Crop, Framing
@@ -18,7 +20,7 @@ from rectified_flow.data.sources.synthetic_flowers import SYNTHETIC_FLOWERS, Syn
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import Positive, refuse
-from rectified_flow.parts import split_part, typed_options
+from rectified_flow.parts import choose, split_part, typed_options
 from rectified_flow.registry import find, names, parameters_of, register
 from rectified_flow.system.files import printable, usable_path
 from rectified_flow.system.pictures import content_of
@@ -30,7 +32,7 @@ class Pictures:
     """Pictures, or measurements, as a run is trained on them: where they are, and how they are framed.
 
     Args:
-        dataset: ``synthetic-flowers``, or a hub id; unused if ``dataset_path`` is given.
+        dataset: ``synthetic-flowers``, a hub id or a registered dataset; unused if ``dataset_path`` is given.
         dataset_path: a folder of images, or of a dataset in one of the hub's layouts.
         image_size: short side in pixels.
         split: split of a dataset of the hub, or of a folder with a subfolder per split.
@@ -44,6 +46,7 @@ class Pictures:
             as measurements, in their own type, instead of as uint8 pictures. With ``channels_last=True``, the last axis
             of an array is that of the channels; with ``store_bits=16``, floats are stored with 16 bits.
         exclude: images to leave out: paths relative to the folder, or numbers of rows.
+        options: arguments ``KEY=VALUE`` of a registered dataset.
     """
 
     dataset: str = ""
@@ -57,6 +60,7 @@ class Pictures:
     alpha: bool = False
     space: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
 
     @property
     def framing(self) -> Framing:
@@ -71,6 +75,9 @@ class Pictures:
         """
         reader, options, _ = reader_of(self.space)
         if self.dataset_path is None:
+            if self.dataset in names("dataset"):
+                words = (self.dataset, *self.options)
+                return cast(ImageSource, registered_dataset(words, self.image_size, self.cache_dir))
             if self.dataset == SYNTHETIC_FLOWERS:
                 return SyntheticFlowers(2 * max(self.framing.stored_size))
             is_folder = os.path.isdir(self.dataset)
@@ -168,6 +175,17 @@ class OxfordFlowersDataset(ImageDataset):
     ) -> None:
         opened = open_dataset(source, image_size=image_size, split=split, **options)
         super().__init__(opened.path, opened.described)
+
+
+def registered_dataset(words: Sequence[str], image_size: int, cache_dir: Path | None) -> ImageSource | Dataset[Any]:
+    """Build a registered dataset by its name and arguments: a source of images, or items of any kind.
+
+    Raises:
+        UsageError: if the dataset is not registered, or refuses its arguments.
+    """
+    built: ImageSource | Dataset[Any]
+    built = choose("dataset", "dataset", words).build(image_size=image_size, cache_dir=cache_dir)
+    return built
 
 
 def find_columns(pictures: ImageDataset, wanted: Sequence[str], source: ImageSource) -> list[ColumnSpec]:

@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from itertools import count
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +16,12 @@ from annotated_types import Interval
 from einops import rearrange
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from typing_extensions import override
 
 from rectified_flow import randomness
 from rectified_flow.condition import ConditionSpecs, Picture
 from rectified_flow.networks.forward_mode import Conv2d, GroupNorm, attend, keep_no_more, modulated
+from rectified_flow.networks.network import Network
 from rectified_flow.registry import register
 
 # With these limits, a damaged description cannot ask for more than the memory holds.
@@ -28,10 +30,14 @@ Count = Annotated[int, Interval(gt=0, le=1000)]
 BLOCK_NAME = re.compile(r"(down|up)\.([0-9]{1,6})\.(.+)")
 """Names of the weights of a block on the way down or up, with its number."""
 M = TypeVar("M", bound=nn.Module)
+MAX_LEVELS, MIN_SIDE = 5, 8
+"""Largest number of levels of a sized network, and least side of its lowest level [px]."""
+MAX_ATTENTION_SIDE = 32
+"""Largest side of a level with attention in a sized network [px]."""
 
 
 @register
-class Unet(nn.Module):
+class Unet(Network):
     """Predict a tensor of the shape of ``x`` from ``x``, the time and conditions.
 
     Residual blocks with scale-and-shift conditioning and resampling inside blocks follow ADM (Dhariwal & Nichol 2021,
@@ -52,6 +58,9 @@ class Unet(nn.Module):
     Raises:
         ValueError: if ``image_size`` does not divide, or a condition has the name of another input.
     """
+
+    widths: ClassVar[Mapping[int, int]] = {16: 0, 24: 4_000, 32: 16_000, 48: 60_000, 64: 250_000}  # budget.md
+    is_convolutional = True
 
     def __init__(
         self,
@@ -128,6 +137,24 @@ class Unet(nn.Module):
 
         self.norm_out = GroupNorm(width)
         self.conv_out = zero_init(Conv2d(width, channels, 3, padding=1))
+
+    @classmethod
+    @override
+    def sized_for(cls, width: int, sides: Sequence[int]) -> dict[str, Any]:
+        levels = 1
+        while levels < MAX_LEVELS and min(sides) // 2**levels >= MIN_SIDE and math.gcd(*sides) % 2**levels == 0:
+            levels += 1
+        lowest = min(sides) // 2 ** (levels - 1)
+        # The memory of attention grows with the fourth power of the side.
+        attention = [lowest] if max(sides) // 2 ** (levels - 1) <= MAX_ATTENTION_SIDE else []
+        mults = (*[1] * (levels - 3), *(1, 2, 3)[:levels])
+        parts = {"blocks_per_level": 1, "attention_sides": attention, "dropout": 0.0}
+        return {"dim": width, "dim_mults": mults, **parts}
+
+    @classmethod
+    @override
+    def divisor_of(cls, arguments: Mapping[str, Any]) -> int:
+        return int(2 ** (len(arguments.get("dim_mults", (1, 2, 3, 4))) - 1))
 
     def forward(self, x: Tensor, t: Tensor, r: Tensor | None = None, **conditions: Tensor) -> Tensor:
         """Evaluate the network.
@@ -324,22 +351,3 @@ def zero_init(module: M) -> M:
     for parameter in module.parameters():
         nn.init.zeros_(parameter)
     return module
-
-
-def to_device(module: M, device: torch.device, precision: str) -> M:
-    """Move ``module`` to ``device``, and set the memory format of every :class:`Unet` in it and so of its activations.
-
-    The format is channels-last on a GPU, whose matrix units read images in this order, and on a CPU in float32. On a
-    CPU in bf16 it is contiguous: the operations between convolutions would lose more than the convolutions gain
-    (docs/measurements/speed.md).
-
-    Args:
-        module: a flow, or any other module.
-        device: the target device.
-        precision: ``no``, ``bf16`` or ``fp16``, as in Accelerate.
-    """
-    last = device.type == "cuda" or (device.type == "cpu" and precision == "no")
-    for each in module.modules():
-        if isinstance(each, Unet):
-            each.to(memory_format=torch.channels_last if last else torch.contiguous_format)
-    return module.to(device)

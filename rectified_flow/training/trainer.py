@@ -19,7 +19,7 @@ from rectified_flow import distributed
 from rectified_flow.data.stream import Batch, Batches, StreamSampler, image_indices
 from rectified_flow.errors import UsageError
 from rectified_flow.flows.flow import Flow
-from rectified_flow.networks.unet import to_device
+from rectified_flow.networks.network import to_device
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.folder import data_description

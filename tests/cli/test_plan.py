@@ -13,16 +13,16 @@ from rectified_flow.cli.plan import (
     FORWARD_SHARE,
     MEMORY_SHARE,
     STARTER_DIMS,
-    WIDTHS,
     Facts,
     Plan,
     Starter,
     Trial,
     for_pictures,
-    network_of,
+    network_flags,
     plan,
 )
 from rectified_flow.errors import UsageError
+from rectified_flow.networks.unet import Unet
 from rectified_flow.training.speed import Speed
 
 EMOJI = Facts("rectified", 1400, "12m", (32, 32), augment=AUGMENT, starter="suited", precisions=("no", "bf16"))
@@ -38,8 +38,8 @@ class Machine:
         self.rate, self.gain, self.batch, self.dim, self.memory = rate, gain, batch, dim, memory
 
     def __call__(self, trial: Trial) -> Speed:
-        rate = self.rate * (32 / (trial.dim or self.dim)) ** 1.5 * (trial.batch / 8) ** self.batch
-        memory = self.memory * (trial.dim or self.dim) * trial.batch
+        rate = self.rate * (32 / (trial.width or self.dim)) ** 1.5 * (trial.batch / 8) ** self.batch
+        memory = self.memory * (trial.width or self.dim) * trial.batch
         return Speed(rate * (self.gain if trial.precision == "bf16" else 1), memory)
 
 
@@ -53,7 +53,7 @@ PICTURES = MUON | {"time_distribution": ("stratified=True",)}
 
 
 def network(dim: int, *mults: int) -> dict[str, Any]:
-    return {"dim": dim, "dim_mults": mults, "network": ("blocks_per_level=1", "attention_sides=[8]")}
+    return {"dim": dim, "dim_mults": mults, "network": ("Unet", "blocks_per_level=1", "attention_sides=[8]")}
 
 
 def length(batch: int, steps: int, warmup: int, ema: float) -> dict[str, Any]:
@@ -125,11 +125,11 @@ def test_a_longer_time_buys_a_wider_network_and_more_steps() -> None:
     assert widths == sorted(widths)
     assert widths[0] < widths[-1]
     assert [images(made) for made in plans] == sorted(images(made) for made in plans)
-    starters: list[tuple[Starter, int]] = [("suited", STARTER_DIMS[False]), ("unsuited", min(WIDTHS))]
+    starters: list[tuple[Starter, int]] = [("suited", STARTER_DIMS[False]), ("unsuited", min(Unet.widths))]
     for starter, narrowest in starters:
         facts = replace(EMOJI, starter=starter)
         slow, fast = (plan(facts, Machine(rate)).settings for rate in (0.6, 1e5))
-        assert (slow["dim"], fast["dim"]) == (narrowest, max(WIDTHS))
+        assert (slow["dim"], fast["dim"]) == (narrowest, max(Unet.widths))
         assert (slow.get("init_from"), fast.get("init_from")) == ("starter" if starter == "suited" else None, None)
     assert plan(replace(EMOJI, starter="requested"), Machine(1e5)).settings["dim"] == STARTER_DIMS[False]
 
@@ -256,11 +256,14 @@ def test_flags_are_never_changed() -> None:
         ((64, 96), [1, 1, 2, 3], 8),
         ((36, 36), [1, 2, 3], 9),
         ((30, 30), [1, 2], 15),
+        ((250, 250), [1, 2], ""),
+        ((333, 500), [1], ""),
     ],
 )
-def test_the_levels_fit_the_sides(sides: tuple[int, int], mults: list[int], attention: int) -> None:
-    flags = network_of(16, sides)
-    assert (list(flags["dim_mults"]), flags["network"][1]) == (mults, f"attention_sides=[{attention}]")
+def test_the_levels_fit_the_sides(sides: tuple[int, int], mults: list[int], attention: int | str) -> None:
+    """Attention is on at most 32 x 32 positions, as its memory grows with the fourth power of the side."""
+    flags = network_flags(Unet, 16, sides)
+    assert (list(flags["dim_mults"]), flags["network"][2]) == (mults, f"attention_sides=[{attention}]")
 
 
 def test_fewer_pictures_get_more_help() -> None:

@@ -1,0 +1,52 @@
+"""What a network says of itself, beside its call, so that programs size it, check it and place it.
+
+Any ``nn.Module`` with the call ``network(x, t, **conditions)`` is a network. A class that derives from
+:class:`Network`, or has members of these names, is also planned by ``--budget``.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import nn
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class Network(nn.Module):
+    """A network with declared sizes."""
+
+    widths: ClassVar[Mapping[int, int]] = {}
+    """Widths to choose from, each with the number of training images from which it is better than the one before; empty
+    if a plan does not choose the size of the network."""
+    is_convolutional: ClassVar[bool] = False
+    """Whether the network is faster with its weights and activations in channels-last order, where matrix units are."""
+
+    @classmethod
+    def sized_for(cls, width: int, sides: Sequence[int]) -> dict[str, Any]:
+        """Return the arguments of the constructor for a width and for ``x`` ``[b, c, *sides]``."""
+        raise NotImplementedError
+
+    @classmethod
+    def divisor_of(cls, arguments: Mapping[str, Any]) -> int:
+        """Return the number that must divide the sides of ``x``, for arguments of the constructor."""
+        return 1
+
+
+def to_device(module: M, device: torch.device, precision: str) -> M:
+    """Move ``module`` to ``device``, and set the memory format of the convolutional networks in it.
+
+    The format is channels-last on a GPU, whose matrix units read images in this order, and on a CPU in float32. On a
+    CPU in bf16 it is contiguous: the operations between convolutions would lose more than the convolutions gain
+    (docs/measurements/speed.md).
+
+    Args:
+        module: a flow, or any other module.
+        device: the target device.
+        precision: ``no``, ``bf16`` or ``fp16``, as in Accelerate.
+    """
+    last = device.type == "cuda" or (device.type == "cpu" and precision == "no")
+    for each in module.modules():
+        if getattr(each, "is_convolutional", False):
+            each.to(memory_format=torch.channels_last if last else torch.contiguous_format)
+    return module.to(device)
