@@ -24,6 +24,7 @@ from rectified_flow.latents.space import LatentDataset as LatentDataset
 from rectified_flow.latents.space import Latents as Latents
 from rectified_flow.latents.space import encode_pictures as encode_pictures
 from rectified_flow.load import load_flow as load_flow
+from rectified_flow.networks.network import Network as Network
 from rectified_flow.networks.unet import Unet as Unet
 from rectified_flow.registry import register as register
 from rectified_flow.runs.config import TrainingConfig as TrainingConfig

@@ -56,12 +56,10 @@ def with_record(settings: Settings[C]) -> tuple[Settings[C], bool]:
             begun |= _split_again(begun, state.num_processes)
         return settings.with_layer("recorded", begun).resolving(_same_teacher(begun, values.teacher.teacher)), True
     chosen: dict[str, Any] = {"method": values.method}
-    if values.data.data_seed is None:
-        chosen["data_seed"] = values.run.seed
     if values.method in ("mean_flow", "distill"):
         chosen["lr_decay"] = "cosine"
     if distilled is None:
-        return settings.with_layer("plan", chosen), False
+        return settings.with_layer("plan", {**chosen, "data_seed": values.run.seed}), False
     source = on_main(state, lambda: _source_of(distilled))
     theirs = on_main(state, lambda: recorded_flags(source))
     _check_teacher(source, Settings(TrainConfig, {"recorded": theirs}).values, distilled)

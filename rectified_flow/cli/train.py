@@ -13,6 +13,7 @@ from accelerate.utils import set_seed
 from rectified_flow.cli import facts, plan
 from rectified_flow.cli.build import build_flow, choose_flow, choose_network, divisor_of, join
 from rectified_flow.cli.config import (
+    UNET,
     DataConfig,
     EvaluationConfig,
     NetworkConfig,
@@ -291,7 +292,8 @@ def _check_space(space: Space, values: TrainConfig, *, encodes_centre: bool) -> 
 
 def _is_plain(values: TrainConfig) -> bool:
     """Return whether a run trains the rectified flow that starters are, without a teacher."""
-    return values.method == "rectified" and not name_of(values.flow.flow) and values.teacher.teacher is None
+    is_default = not name_of(values.flow.flow) and name_of(values.network.network) == UNET
+    return values.method == "rectified" and is_default and values.teacher.teacher is None
 
 
 def _items_of(distilled: DistillationData | None, count: int) -> int:

@@ -173,7 +173,7 @@ def test_a_step_that_does_not_fit_into_the_memory_is_split(memory: float, dim: i
     made = plan(replace(HOUR, memory=memory / MEMORY_SHARE, precisions=(None,)), Machine(100, batch=0, memory=1))
     settings = made.settings
     assert (settings["dim"], settings.get("batch_size")) == (dim, part)
-    assert ("a step with --dim 48 does not fit into the memory" in made.reasons["network"]) == (dim == 32)
+    assert ("a step with the width 48 does not fit into the memory" in made.reasons["network"]) == (dim == 32)
     assert (f"a step trains on {part} at once" in made.reasons["length"]) == (part is not None)
 
 

@@ -17,6 +17,7 @@ from rectified_flow.parts import name_of
 from rectified_flow.runs import checkpoint
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.training.speed import Speed
+from tests.extension import own_transformer  # noqa: F401 -- it registers the network
 from tests.programs import OwnPictures, Sizes, planned
 
 FAST, SLOW = 1e6, 2e4
@@ -233,3 +234,13 @@ def test_the_facts_of_a_run(kind: type[TrainConfig], words: str, expected: dict[
     known = made.call_args.args[0]
     assert {name: getattr(known, name) for name in expected} == expected
     assert (known.seconds, known.processes, known.device) == (3600, 1, "cpu")
+
+
+@pytest.mark.parametrize(("rate", "width"), [(1.0, 32), (1e3, 128)])
+def test_a_transformer_of_ones_own_is_sized_by_the_budget(rate: float, width: int) -> None:
+    """The class declares its widths; a name without arguments leaves the width to the plan."""
+    flags = chosen(2000, "--network PatchTransformer --image_size 64 --autoencoder small --budget 1h", rate=rate * SLOW)
+    layers = 2 + width // 32
+    assert flags["network"] == ["PatchTransformer", f"width={width}", f"layers={layers}", "patch=2"]
+    given = chosen(2000, "--network PatchTransformer width=48 --image_size 64 --budget 1h")
+    assert given["network"] == ["PatchTransformer", "width=48"], "one's own size is left as it is"

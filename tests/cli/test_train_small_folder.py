@@ -71,6 +71,9 @@ def test_frames_that_are_too_alike_to_hold_any_out(tmp_path: Path) -> None:
     [said] = run_on_ranks(1, printed, f"{flags} --output_dir {tmp_path}/run")
     assert "held out    nothing, as --holdout 0.24 leaves " in said
     assert len(losses(tmp_path / "run")) == 3
+    [resumed] = run_on_ranks(1, printed, f"{flags} --output_dir {tmp_path}/run --train_num_steps 4")
+    assert "held out    nothing, as --holdout 0.24 leaves " in resumed
+    assert len(losses(tmp_path / "run")) == 4, "the share was recorded, not given"
     for asked, named in (
         ("--holdout 0.5", "--holdout 0.5 leaves"),
         ("--stop_when_memorising", "--holdout 0.24 leaves"),

@@ -1,0 +1,105 @@
+"""Tests of the layers of settings: where a value comes from when a run begins, resumes, or has a teacher or a file."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate import PartialState
+
+from rectified_flow.cli.config import OneStepConfig, TrainConfig
+from rectified_flow.cli.record import with_record
+from rectified_flow.cli.settings import Settings, read_settings
+from rectified_flow.flags import recorded
+from rectified_flow.runs import checkpoint
+
+
+def settings_of(words: str, kind: type[TrainConfig] = TrainConfig) -> Settings[TrainConfig]:
+    PartialState()
+    return read_settings(kind, "", words.split())
+
+
+def save(run: Path, step: int = 1, **flags: Any) -> Path:
+    """Save a checkpoint of a run that records these flags, and all others at their defaults."""
+    document = {"data": {}, "flow": {}, "training": recorded(settings_of("").values) | flags}
+    return checkpoint.save(run / "checkpoints", step, {}, {checkpoint.CONFIG_FILE: document})
+
+
+def origins(settings: Settings[TrainConfig], *names: str) -> list[str]:
+    return [settings.origin(name) for name in names]
+
+
+def test_the_uppermost_layer_that_has_a_value_counts() -> None:
+    settings = Settings(TrainConfig, {"given": {"dim": 8}, "plan": {"dim": 16, "holdout": 0.2, "seed": 1}})
+    settings = settings.with_layer("recorded", {"seed": 2, "image_size": 32})
+    values = settings.values
+    assert (values.network.dim, values.data.holdout, values.run.seed, values.data.image_size) == (8, 0.2, 1, 32)
+    assert origins(settings, "dim", "holdout", "seed", "image_size", "crop") == [
+        *("given", "plan", "plan", "recorded", "default"),
+    ]
+    assert settings.given == {"dim"}
+    assert {"dim", "dim_mults", "network"} <= settings.fixed
+    assert "holdout" not in settings.fixed
+
+
+def test_a_value_hides_what_it_excludes_in_the_layers_below() -> None:
+    settings = Settings(TrainConfig, {"recorded": {"train_num_steps": 9}, "given": {"num_epochs": 2.0}})
+    assert (settings.values.run.num_epochs, settings.values.run.train_num_steps) == (2.0, None)
+    assert settings.origin("train_num_steps") == "default"
+
+
+def test_a_value_that_is_resolved_stays_in_its_layer() -> None:
+    settings = settings_of("--image_size 0").resolving({"image_size": 48, "aspect_ratio": "3:2"})
+    assert origins(settings, "image_size", "aspect_ratio") == ["given", "plan"]
+    assert settings.values.data.image_size == 48
+
+
+def test_origins_after_a_resume(tmp_path: Path) -> None:
+    """A value that a plan chose is recorded after a resume, not given: it does not refuse what a plan may leave out."""
+    run = tmp_path / "run"
+    save(run, holdout=0.2, dim=24, method="rectified", data_seed=7)
+    settings, has_begun = with_record(settings_of(f"--output_dir {run} --learning_rate 1e-4"))
+    assert has_begun
+    assert origins(settings, "holdout", "dim", "data_seed", "learning_rate", "output_dir") == [
+        *("recorded", "recorded", "recorded", "given", "given"),
+    ]
+    assert (settings.values.data.holdout, settings.values.data.data_seed) == (0.2, 7)
+    assert "holdout" not in settings.given
+
+
+def test_origins_of_a_run_that_begins(tmp_path: Path) -> None:
+    settings, has_begun = with_record(settings_of(f"--output_dir {tmp_path}/new --seed 5", OneStepConfig))
+    assert not has_begun
+    assert origins(settings, "method", "data_seed", "lr_decay", "seed", "dim") == [
+        *("plan", "plan", "plan", "given", "default"),
+    ]
+    assert (settings.values.flow.method, settings.values.data.data_seed) == ("mean_flow", 5)
+
+
+def test_origins_with_a_teacher(tmp_path: Path) -> None:
+    source = save(tmp_path / "teacher", dim=24, image_size=16, data_seed=3, augment=0.15)
+    words = f"--teacher {tmp_path}/teacher --output_dir {tmp_path}/student"
+    settings, _ = with_record(settings_of(words, OneStepConfig))
+    assert origins(settings, "dim", "image_size", "data_seed", "teacher") == ["teacher", "teacher", "teacher", "given"]
+    values = settings.values
+    assert (values.network.dim, values.data.image_size, values.data.augment) == (24, 16, 0.0)
+    assert (values.teacher.teacher, values.data.data_seed) == (source, 3)
+
+
+def test_origins_with_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "flags.json"
+    file.write_text(json.dumps({"dim": 24, "seed": 4, "learning_rate": 3e-4}))
+    settings = settings_of(f"--config {file} --seed 5")
+    assert origins(settings, "dim", "seed", "learning_rate") == ["file", "given", "default"]
+    assert settings.given == {"dim", "seed", "config"}
+
+
+@pytest.mark.parametrize("given", ["", "--gradient_accumulation_steps 2"])
+def test_a_recorded_batch_is_split_again(tmp_path: Path, given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+    save(run, global_batch_size=16, batch_size=8, gradient_accumulation_steps=2)
+    monkeypatch.setattr(PartialState(), "num_processes", 2)
+    settings, _ = with_record(settings_of(f"--output_dir {run} {given}"))
+    batch = settings.values.run
+    assert (batch.global_batch_size, batch.batch_size) == (16, 8)
+    assert batch.gradient_accumulation_steps == (2 if given else None)
