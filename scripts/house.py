@@ -1,10 +1,11 @@
-"""Count the house: files, lines and imports of the package, and the lines of all that stands around it.
+"""Count the house: files, lines and imports of the package, and what makes its code hard to change.
 
-``make house`` prints the table. ``tests/test_architecture.py`` holds the number of code lines below a ceiling.
+``make house`` prints the table. ``tests/test_architecture.py`` sets a limit to some of the numbers.
 """
 
 import ast
 import io
+import re
 import sys
 import tokenize
 from graphlib import CycleError, TopologicalSorter
@@ -40,6 +41,36 @@ def comments(path: Path) -> int:
     """Count the comments, on a line of their own or behind code."""
     tokens = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
     return sum(token.type == tokenize.COMMENT and not token.string.startswith("# noqa") for token in tokens)
+
+
+def nodes_of(paths: list[Path]) -> list[ast.AST]:
+    """Return the nodes of the syntax trees of some files."""
+    return [node for path in paths for node in ast.walk(ast.parse(path.read_text()))]
+
+
+def functions(paths: list[Path]) -> list[ast.FunctionDef]:
+    """Return the functions and methods in some files."""
+    return [node for node in nodes_of(paths) if isinstance(node, ast.FunctionDef)]
+
+
+def takes_all_settings(function: ast.FunctionDef) -> bool:
+    """Return whether a function takes all flags of the training program."""
+    parameters = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+    annotations = [ast.unparse(each.annotation) for each in parameters if each.annotation is not None]
+    return any(re.search(r"\b(TrainConfig|Settings)\b", each) for each in annotations)
+
+
+def untyped(paths: list[Path]) -> int:
+    """Count ``Any`` in annotations and types."""
+    return sum(isinstance(node, ast.Name) and node.id == "Any" for node in nodes_of(paths))
+
+
+def flag_strings(paths: list[Path]) -> int:
+    """Count the strings that spell a flag of a program, docstrings aside."""
+    nodes = nodes_of(paths)
+    documented = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    texts = [node for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    return sum(bool(re.search(r"--[a-z]", str(node.value))) for node in texts if id(node) not in documented)
 
 
 def imports_of(path: Path) -> set[str]:
@@ -80,13 +111,16 @@ def main() -> None:
     flags = [sum(Fixed not in getattr(each, "__metadata__", ()) for each in types) for types in configs]
     package = files_in(PACKAGE)
     code = sum(map(code_lines, package))
-    nodes = [node for path in package for node in ast.walk(ast.parse(path.read_text()))]
-    raising = sum(isinstance(node, ast.Raise | ast.ExceptHandler) for node in nodes)
+    raising = sum(isinstance(node, ast.Raise | ast.ExceptHandler) for node in nodes_of(package))
+    elsewhere = [path for path in package if path.parent.name != "cli"]
     table = {
         "package: files, lines, code lines": f"{len(package)}, {lines_in(PACKAGE):,}, {code:,}",
         "imports of the package, a file": f"{sum(len(imports_of(path)) for path in package) / len(package):.1f}",
         "lines that raise or except, per 100 of code": f"{100 * raising / code:.1f}",
         "comments, per 100 lines": f"{100 * sum(map(comments, package)) / lines_in(PACKAGE):.1f}",
+        "functions that take all settings": str(sum(map(takes_all_settings, functions(package)))),
+        "Any in types": str(untyped(package)),
+        "strings with a flag outside of cli": str(flag_strings(elsewhere)),
         "flags of train, of one-step": ", ".join(map(str, flags)),
         "tests: lines": f"{lines_in('tests'):,}",
         "benchmarks, studies, examples: lines": f"{lines_in('benchmarks', 'studies', 'examples'):,}",

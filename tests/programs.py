@@ -112,7 +112,8 @@ def planned(settings: Settings[TrainConfig], count: int, rate: Callable[[TrainCo
     speed = lambda tried, *_: Speed(rate(tried.values))  # noqa: E731
     with patch.object(training_program, "speed_of", speed):
         values = settings.values
-        time, is_own = training_program.time_of(values, settings.fixed), training_program.is_own(values)
+        is_own, has_length = values.has_own_data, "train_num_steps" in settings.fixed
+        time = facts.budget_of(values.program, is_own=is_own, has_length=has_length)
         if facts.may_choose(values.program, is_own=is_own) and values.teacher.teacher is None:
             settings = training_program.with_recipe(settings, Sizes([(256, 256)] * count), time)
         return training_program.with_plan(settings, time, count, {}, build_space(settings.values.data)).values

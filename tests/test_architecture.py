@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rectified_flow import rooms
-from scripts.house import circle, files_in
+from scripts.house import circle, files_in, functions, takes_all_settings, untyped
 from tests.patience import PATIENCE
 
 PACKAGE = Path(__file__).resolve().parent.parent / "rectified_flow"
@@ -271,6 +271,12 @@ def test_model_code_loads_few_modules_and_no_heavy_library(statement: str, most:
 
 def test_folders_do_not_import_each_other() -> None:
     assert circle(files_in("rectified_flow")) == []
+
+
+def test_what_makes_code_hard_to_change_does_not_grow() -> None:
+    package = files_in("rectified_flow")
+    assert sum(map(takes_all_settings, functions(package))) <= 11, "pass the values that a function needs"
+    assert untyped(package) <= 403, "name the type"
 
 
 def test_the_documentation_lists_every_room() -> None:

@@ -300,6 +300,11 @@ class TrainConfig:
         """The training method."""
         return self.flow.method or "rectified"
 
+    @property
+    def has_own_data(self) -> bool:
+        """Whether the data are a folder of the user's, or those of a teacher: such runs have a budget by default."""
+        return self.data.dataset_path is not None or self.teacher.teacher is not None
+
 
 @dataclass(frozen=True)
 class OneStepConfig(TrainConfig):

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from accelerate import PartialState
 
-from rectified_flow.cli.config import ColumnConfig, DataConfig, NetworkConfig, SourceConfig, TrainConfig
+from rectified_flow.cli.config import ColumnConfig, DataConfig, Method, NetworkConfig, SourceConfig, TrainConfig
 from rectified_flow.cli.distill import REMEDY, DistillationData, recipe_of
 from rectified_flow.cli.settings import Settings, flags_in, typed_flags
 from rectified_flow.distributed import on_main
@@ -26,12 +26,12 @@ INHERITED = DATA_FLAGS | {each.name for each in fields(NetworkConfig)} | {"predi
 """Flags that a student has from the run of its teacher."""
 
 
-def recorded_flags(path: Path, kind: type[TrainConfig] = TrainConfig) -> dict[str, Any]:
+def recorded_flags(path: Path) -> dict[str, Any]:
     """Return the flags that a run records, by its folder or checkpoint."""
     flags = flags_in(read_config(path / checkpoint.CONFIG_FILE))
     if "network" not in flags:
         raise UsageError(f"{path} was not trained by rectified-flow train: pass one of its runs")
-    return typed_flags(kind, flags, path / checkpoint.CONFIG_FILE)
+    return typed_flags(TrainConfig, flags, path / checkpoint.CONFIG_FILE)
 
 
 def begun_flags(run: TrainingConfig, distilled: DistillationData | None) -> dict[str, Any] | None:
@@ -62,7 +62,10 @@ def with_record(settings: Settings[C]) -> tuple[Settings[C], bool]:
         return settings.with_layer("plan", {**chosen, "data_seed": values.run.seed}), False
     source = on_main(state, lambda: _source_of(distilled))
     theirs = on_main(state, lambda: recorded_flags(source))
-    _check_teacher(source, Settings(TrainConfig, {"recorded": theirs}).values, distilled)
+    teacher = Settings(TrainConfig, {"recorded": theirs}).values
+    is_condition = teacher.source.is_given and not teacher.source.as_start
+    has_conditions = teacher.network.use_cfg or bool(teacher.columns.condition_on) or is_condition
+    _check_teacher(source, teacher.flow.prediction, distilled, has_conditions=has_conditions)
     _check_inherited(source, theirs, settings.layers.get("given", {}), settings.given & INHERITED)
     # Augmented pictures would not be the ends of the teacher's paths.
     inherited = {name: value for name, value in theirs.items() if name in INHERITED} | {"augment": 0.0}
@@ -101,15 +104,14 @@ def check_method(method: str, begun: Mapping[str, Any], folder: Path) -> None:
         raise UsageError(f"{folder} belongs to a run with --method {before}: choose another --output_dir")
 
 
-def check_one_step(values: TrainConfig) -> None:
+def check_one_step(run: TrainingConfig, method: Method, distilled: DistillationData | None) -> None:
     """Check that the folder of a one-step generator is free, or that it began there. Call in one process only."""
-    if not lexists(values.run.output_dir):
+    if not lexists(run.output_dir):
         return
-    prepare_folders(values.run)
-    distilled = distillation_of(values)
-    begun = begun_flags(values.run, distilled)
+    prepare_folders(run)
+    begun = begun_flags(run, distilled)
     if begun is not None:
-        check_method(values.method, begun, values.run.output_dir)
+        check_method(method, begun, run.output_dir)
     if distilled is not None:
         _stored_source(distilled)
 
@@ -132,12 +134,10 @@ def _source_of(distilled: DistillationData) -> Path:
     return checkpoint.resolve(_stored_source(distilled) or distilled.teacher, (checkpoint.CONFIG_FILE,))
 
 
-def _check_teacher(source: Path, teacher: TrainConfig, distilled: DistillationData) -> None:
-    """Raise a UsageError if a student cannot learn from a teacher with these flags."""
-    if distilled.kind == "paths" and teacher.flow.prediction != "velocity":
-        raise UsageError(f"--teacher {source} predicts {teacher.flow.prediction}: pass a run that predicts velocity")
-    is_condition = teacher.source.is_given and not teacher.source.as_start
-    has_conditions = teacher.network.use_cfg or teacher.columns.condition_on or is_condition
+def _check_teacher(source: Path, prediction: str, distilled: DistillationData, *, has_conditions: bool) -> None:
+    """Raise a UsageError if a student cannot learn from a teacher with such a prediction and conditions."""
+    if distilled.kind == "paths" and prediction != "velocity":
+        raise UsageError(f"--teacher {source} predicts {prediction}: pass a run that predicts velocity")
     if distilled.recipe.guidance_scale != 1 and not has_conditions:
         raise UsageError(f"--guidance_scale needs conditions, and {source} has none")
 

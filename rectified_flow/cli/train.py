@@ -63,7 +63,8 @@ def train(settings: Settings[TrainConfig]) -> bool:
     if not program.one_step or program.dry_run:
         return train_run(settings)
     second = one_step_of(settings.values, settings.layers.get("given", {}))
-    on_main(join(settings.values), lambda: check_one_step(second.values))
+    distilled, run = distillation_of(second.values), second.values.run
+    on_main(join(settings.values), lambda: check_one_step(run, second.values.method, distilled))
     if not train_run(settings):
         return False
     AcceleratorState._reset_state()  # the run may have another precision
@@ -91,20 +92,26 @@ def train_run(settings: Settings[TrainConfig]) -> bool:
     settings, has_begun = with_record(settings)
     values = settings.values
     distilled = distillation_of(values)
-    time = None if has_begun else time_of(values, settings.fixed)
+    has_length, is_own = "train_num_steps" in settings.fixed, values.has_own_data
+    time = None if has_begun else facts.budget_of(program, is_own=is_own, has_length=has_length)
     settings = settings.resolving(flags_of_files(values.data, may_choose=not has_begun and distilled is None))
     values = settings.values
     data, found = find_data(values.data, values.source, values.columns)
     if not data.has_pictures:
         check_items(settings.given, data.name)
-    elif not has_begun and distilled is None and facts.may_choose(program, is_own=is_own(values)):
+    elif not has_begun and distilled is None and facts.may_choose(program, is_own=is_own):
         settings = with_recipe(settings, found, time)
         values = settings.values
         data, found = find_data(values.data, values.source, values.columns)
 
     # All checks that need no data precede the decoding of the pictures, which can take hours.
     space = build_space(values.data, found)
-    _check_space(space, values, encodes_centre="crop" in settings.given and not has_begun)
+    _check_space(
+        space,
+        crops=values.data.crop == "random" and "crop" in settings.given and not has_begun,
+        is_encoded=bool(values.data.autoencoder),
+        evaluates=values.evaluation.evaluate_every > 0,
+    )
     if (
         time is None
         or distilled is not None
@@ -171,16 +178,6 @@ def train_settled(
     return Trainer(flow, training, values.run, callbacks=callbacks, preview_data=texts_of, **records).train()
 
 
-def is_own(values: TrainConfig) -> bool:
-    """Return whether the data are a folder of the user's, or those of a teacher, whose runs have a budget."""
-    return values.data.dataset_path is not None or values.teacher.teacher is not None
-
-
-def time_of(values: TrainConfig, fixed: Collection[str]) -> str | None:
-    """Return the time of a run in words; None if nothing is planned, or a flag gives the length."""
-    return facts.budget_of(values.program, is_own=is_own(values), has_length="train_num_steps" in fixed)
-
-
 def with_recipe(settings: Settings[TrainConfig], source: ImageSource, time: str | None) -> Settings[TrainConfig]:
     """Return the settings with those that suit the pictures of a source, and print them. Collective."""
     values, size = settings.values, None
@@ -218,6 +215,8 @@ def with_plan(
         fixed = fixed - {"network", *plan.UNET_FLAGS}
     of_origin, why_network = facts.network_of_origin(values.init, values.data, distilled, fixed)
     settings = settings.with_layer("plan", of_origin)
+    is_default = not name_of(values.flow.flow) and name_of(values.network.network) == UNET
+    is_plain = values.method == "rectified" and is_default and distilled is None
     # Another flow may draw no times.
     fixed = fixed | ({"time_distribution"} if name_of(values.flow.flow) else set())
     known = facts.facts_of(
@@ -231,7 +230,7 @@ def with_plan(
         sides=(space.shape or values.data.framing.shape)[1:],
         network=network.target,
         why_network=why_network,
-        starter=facts.starter_of(values.init, values.data, space, settings.given, is_plain=_is_plain(values)),
+        starter=facts.starter_of(values.init, values.data, space, settings.given, is_plain=is_plain),
     )
     made = plan.plan(
         known, lambda trial: speed_of(settings.resolving(plan.settings_of(known, trial)), conditions, space)
@@ -282,18 +281,21 @@ def check_items(given: Collection[str], dataset: str) -> None:
     )
 
 
-def _check_space(space: Space, values: TrainConfig, *, encodes_centre: bool) -> None:
-    """Raise a UsageError if a flag has no effect on data of this space."""
-    crops = bool(values.data.autoencoder) and encodes_centre and values.data.crop == "random"
-    refuse({"crop random": crops}, "has no effect with --autoencoder, which encodes the centre: leave it out")
-    by_features = values.evaluation.evaluate_every > 0 and "frechet" not in space.medium.metrics
+def _check_space(space: Space, *, crops: bool, is_encoded: bool, evaluates: bool) -> None:
+    """Raise a UsageError if a flag has no effect on data of this space.
+
+    Args:
+        space: the space.
+        crops: whether random crops are asked for.
+        is_encoded: whether an autoencoder encodes the pictures.
+        evaluates: whether samples are compared by their features during training.
+    """
+    refuse(
+        {"crop random": crops and is_encoded},
+        "has no effect with --autoencoder, which encodes the centre: leave it out",
+    )
+    by_features = evaluates and "frechet" not in space.medium.metrics
     refuse({"evaluate_every": by_features}, "compares features of photographs: leave it out, and run evaluate.py")
-
-
-def _is_plain(values: TrainConfig) -> bool:
-    """Return whether a run trains the rectified flow that starters are, without a teacher."""
-    is_default = not name_of(values.flow.flow) and name_of(values.network.network) == UNET
-    return values.method == "rectified" and is_default and values.teacher.teacher is None
 
 
 def _items_of(distilled: DistillationData | None, count: int) -> int:

@@ -10,7 +10,7 @@ from rectified_flow.cli import facts, plan, train
 from rectified_flow.cli.config import DataConfig, OneStepConfig, TrainConfig, seconds_of
 from rectified_flow.cli.data import build_space
 from rectified_flow.cli.settings import Settings, read_settings
-from rectified_flow.cli.train import time_of, with_recipe
+from rectified_flow.cli.train import with_recipe
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import recorded
 from rectified_flow.parts import name_of
@@ -35,13 +35,14 @@ def chosen(
 
 def recipe_of(words: str, source: Sizes) -> TrainConfig:
     """Return the flags of a new run on the pictures of a source, with its recipe."""
-    settings = read_settings(TrainConfig, "Train.", f"--dataset_path pictures {words}".split())
-    return with_recipe(settings, source, time_of(settings.values, settings.fixed)).values
+    words = f"--dataset_path pictures {words}"
+    return with_recipe(read_settings(TrainConfig, "Train.", words.split()), source, budget_of(words)).values
 
 
 def budget_of(words: str) -> str | None:
     settings = read_settings(TrainConfig, "", words.split())
-    return time_of(settings.values, settings.fixed)
+    values, has_length = settings.values, "train_num_steps" in settings.fixed
+    return facts.budget_of(values.program, is_own=values.has_own_data, has_length=has_length)
 
 
 @pytest.mark.parametrize(
