@@ -64,6 +64,7 @@ def _described(pictures: DataConfig, source: SourceConfig, columns: ColumnConfig
         space=pictures.space,
         exclude=pictures.exclude,
         options=tuple(options),
+        limit=pictures.max_train_samples,
     )
     data = PictureData(
         described,

@@ -77,7 +77,7 @@ def recipe(
         fixed: names of flags that are not to be chosen.
         size: the flags of the size that a plan chose, which will also choose the augmentation; None without a plan.
     """
-    count = len(source.numbers_without(data.exclude))
+    count = len(source.numbers_without(data.exclude, data.max_train_samples))
     flags = plan.for_pictures(count, augmentable=can_augment(data)) | (size or {})
     if size is not None:
         flags.pop("augment", None)  # the plan decides it, when it knows the number of passes
@@ -136,7 +136,8 @@ def chosen_size(
         speeds = [speed_of({**flags, "mixed_precision": precision}) for precision in precisions]
         return max(speeds, key=lambda speed: speed.rate)
 
-    made = plan.choose_size(len(source.numbers_without(data.exclude)), int(median(sides)), time, measure)
+    count = len(source.numbers_without(data.exclude, data.max_train_samples))
+    made = plan.choose_size(count, int(median(sides)), time, measure)
     if made.reasons:
         state.print(lines(made.reasons))
     return made.settings

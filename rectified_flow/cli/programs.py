@@ -19,7 +19,7 @@ from typing import Any
 
 from rectified_flow.errors import RunError, UsageError, first_line
 from rectified_flow.system.signals import STOPPED, handling_signals, stop_on_signals
-from rectified_flow.system.terminal import escape_unencodable, escaped
+from rectified_flow.system.terminal import escaped, prepare_streams
 
 LEAVING_TIMEOUT, EXPLAINING_TIMEOUT = 10.0, 5.0
 """Seconds that an exiting process waits for the other processes, and for the error message of rank 0."""
@@ -36,7 +36,7 @@ def run(main: str, config_class: str, description: str | None, *, in_layers: boo
     for anything else. Only an unforeseen error prints a traceback. A signal that arrives before ``main`` is called, or
     while the program exits, kills the process: an exception during an import may be suppressed.
     """
-    escape_unencodable()
+    prepare_streams()
     with handling_signals(signal.SIG_DFL):
         paragraphs = (description or "").split("\n\n")
         text = "\n\n".join(" ".join(each.split()) for each in paragraphs)
@@ -252,7 +252,7 @@ def main() -> None:
     if name in PROGRAMS:
         sys.argv = [f"{COMMAND} {name}", *arguments]  # the name of the program in its messages
         return PROGRAMS[name]()
-    escape_unencodable()
+    prepare_streams()
     with handling_signals(signal.SIG_DFL):
         if name in ("-h", "--help", "--version"):
             if _is_rank_0():

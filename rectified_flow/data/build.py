@@ -184,14 +184,17 @@ def open_store(
     cache_dir: Path | None = None,
     skip_broken_images: bool = False,
     exclude: Sequence[str] = (),
+    limit: int | None = None,
 ) -> Path:
     """Return the folder of the store of ``source``. The store is built first if it does not exist or is damaged.
 
-    One process builds while others wait for its lock. A number as the framing is the side of a square [px].
+    One process builds while others wait for its lock. A number as the framing is the side of a square [px]. With a
+    ``limit``, only so many images, spread over the source, are read.
     """
     framing = Framing(framing, framing) if isinstance(framing, int) else framing
     rows = source.rows(framing)
-    key = key_of(STORE_VERSION, source.fingerprint, *astuple(framing), skip_broken_images, *rows.key, *sorted(exclude))
+    chosen = [*sorted(exclude), *([] if limit is None else [limit])]
+    key = key_of(STORE_VERSION, source.fingerprint, *astuple(framing), skip_broken_images, *rows.key, *chosen)
     slug = "".join(c if c.isalnum() else "-" for c in source.name).strip("-")[-40:]
     cache_dir = default_cache_dir() if cache_dir is None else usable_path("--cache_dir", cache_dir)
     path = cache_dir / f"{slug}-{framing.size_text}px-{key}"
@@ -199,7 +202,7 @@ def open_store(
     with store.claimed(REMEDY) as is_missing:
         if is_missing:
             with store.building():
-                _build(store, source, source.numbers_without(exclude), rows, skip_broken_images)
+                _build(store, source, source.numbers_without(exclude, limit), rows, skip_broken_images)
     return path
 
 
@@ -243,7 +246,8 @@ def _build(
                 store.write(len(kept) - len(written), images, durable=False)  # the whole store is flushed at the end
     if not kept:
         raise UsageError(f"none of the {len(broken)} images in {source.name} could be read")
-    excluded = [f"left out {count} images by --exclude"] if (count := len(source) - len(numbers)) else []
+    count = len(source) - len(numbers)
+    excluded = [f"left out {count} images by --exclude or --max_train_samples"] if count else []
     skipped = [f"skipped {len(broken)} broken images of {len(numbers)}; the first is {each}" for each in broken[:1]]
     for note in (*source.notes, *excluded, *skipped):
         tqdm.write(note)

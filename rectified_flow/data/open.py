@@ -47,6 +47,7 @@ class Pictures:
             of an array is that of the channels; with ``store_bits=16``, floats are stored with 16 bits.
         exclude: images to leave out: paths relative to the folder, or numbers of rows.
         options: arguments ``KEY=VALUE`` of a registered dataset.
+        limit: largest number of images, which are spread over the source; all if not given.
     """
 
     dataset: str = ""
@@ -61,6 +62,7 @@ class Pictures:
     space: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
+    limit: Positive | None = None
 
     @property
     def framing(self) -> Framing:
@@ -113,6 +115,7 @@ class Pictures:
             cache_dir=self.cache_dir,
             skip_broken_images=self.skip_broken_images,
             exclude=self.exclude,
+            limit=self.limit,
         )
         return ImageDataset(path, self)
 

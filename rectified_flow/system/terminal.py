@@ -3,8 +3,9 @@
 import re
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
-from io import TextIOWrapper
+from io import BufferedWriter, FileIO, TextIOWrapper
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,11 +14,37 @@ if TYPE_CHECKING:
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
-def escape_unencodable() -> None:
-    """Print escapes for characters that the encoding of the terminal lacks."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):  # notebooks use streams of other classes
-            stream.reconfigure(errors="backslashreplace")
+class _LastingFile(FileIO):
+    """A file that discards what cannot be written: to a closed terminal or pipe, or to a full disk."""
+
+    def write(self, data: Any) -> int:
+        """Write bytes, or discard them."""
+        try:
+            return super().write(data) or len(data)
+        except OSError:
+            return len(data)
+
+
+def prepare_streams() -> None:
+    """Let a program outlive the reader of its output, and print escapes for characters that the encoding lacks.
+
+    Each line is written at once, so that a file has it even if the program is killed.
+    """
+    sys.stdout, sys.stderr = (_prepared(stream) for stream in (sys.stdout, sys.stderr))
+
+
+def _prepared(stream: Any) -> Any:
+    if not isinstance(stream, TextIOWrapper):  # notebooks and tests use streams of other classes
+        return stream
+    try:
+        descriptor = stream.fileno()
+    except OSError:  # it is in memory
+        stream.reconfigure(errors="backslashreplace")
+        return stream
+    with suppress(OSError):  # the pipe may be closed already
+        stream.flush()
+    buffer = BufferedWriter(_LastingFile(descriptor, "w", closefd=False))
+    return TextIOWrapper(buffer, stream.encoding, "backslashreplace", line_buffering=True)
 
 
 def progress_bar(**arguments: Any) -> "tqdm[Any]":

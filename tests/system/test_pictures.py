@@ -12,7 +12,7 @@ from rectified_flow.data.framing import Framing, parse_ratio
 from rectified_flow.errors import UsageError
 from rectified_flow.system import pictures
 from rectified_flow.system.pictures import open_picture, upright_size
-from rectified_flow.system.terminal import escape_unencodable, escaped
+from rectified_flow.system.terminal import escaped, prepare_streams
 
 MEGABYTE = 2**20
 
@@ -44,7 +44,7 @@ def test_a_png_that_fills_the_memory_with_text_is_refused(tmp_path: Path, megaby
 def test_characters_that_an_encoding_lacks_are_escaped(monkeypatch: pytest.MonkeyPatch, encoding: str) -> None:
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding=encoding))
-    escape_unencodable()
+    prepare_streams()
     print("runs/\u82b1/caf\u00e9, not UTF-8: \udce9", flush=True)
     expected = "runs/\u82b1/caf\u00e9, not UTF-8: \udce9\n".encode(encoding, "backslashreplace")
     assert written.getvalue() == expected

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from rectified_flow.runs.checkpoint import Tensors
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.run import BackgroundSaver
 from rectified_flow.system.signals import Interrupted, stop_on_signals
+from rectified_flow.system.terminal import prepare_streams
 from rectified_flow.training.evaluations import Callback
 from rectified_flow.training.trainer import Trainer
 from tests.patience import PATIENCE
@@ -238,3 +240,26 @@ class Best(Callback):
     def on_step(self, trainer: Trainer) -> None:
         if trainer.is_due(0):
             trainer.save_as_best()
+
+
+def train_into_a_closed_pipe(output_dir: Path, path: Path) -> bool:
+    """Train while nobody reads stdout and stderr any more, as after ``| head -1``."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    before = os.dup(1), os.dup(2), sys.stdout, sys.stderr
+    os.dup2(writer, 1)
+    os.dup2(writer, 2)
+    try:
+        prepare_streams()
+        done, _ = train_with_signal(output_dir, path, 0, 7)
+        print("unread", flush=True)
+        return done
+    finally:
+        os.dup2(before[0], 1)
+        os.dup2(before[1], 2)
+        sys.stdout, sys.stderr = before[2:]
+
+
+def test_a_run_outlives_the_reader_of_its_output(tmp_path: Path, flowers: ImageDataset) -> None:
+    assert run_on_ranks(1, train_into_a_closed_pipe, tmp_path, flowers.path) == [False]
+    assert (tmp_path / "checkpoints/step_00000007/manifest.json").exists()
