@@ -25,6 +25,24 @@ LAYERS: tuple[Layer, ...] = get_args(Layer)
 teacher; those that the recipe or the plan chose; those of the file of ``--config``; those of the command line."""
 Flags = Mapping[str, Any]
 """Values of flags by name."""
+OF_OTHERS = {
+    "weight_decay": "--optimizer weight_decay=0.01",
+    "adam_weight_decay": "--optimizer weight_decay=0.01",
+    "adam_betas": "--optimizer betas=[0.9,0.95]",
+    "use_ema": "--ema_decay 0.9999, which is the default, or --ema_decay 0 for none",
+    "train_batch_size": "--batch_size",
+    "max_train_steps": "--train_num_steps",
+    "num_train_epochs": "--num_epochs",
+    "train_data_dir": "--dataset_path",
+    "dataset_name": "--dataset",
+    "resolution": "--image_size",
+    "checkpointing_steps": "--save_every",
+    "checkpoints_total_limit": "--keep_checkpoints",
+    "dataloader_num_workers": "--num_workers",
+    "report_to": "--log_with",
+    "lr_scheduler": "--lr_decay",
+}
+"""Flags of other training programs that people type, and what they are here."""
 
 
 class Settings(Generic[C_co]):
@@ -141,7 +159,10 @@ def _parsed(config_class: type[C], description: str, arguments: Sequence[str], *
         if cause is not None:
             raise cause from None
         if not quiet:
-            sys.stderr.write(explanation.getvalue())
+            known = flag_types(config_class)
+            typed = (word.split("=")[0].lstrip("-").replace("-", "_") for word in arguments if word.startswith("--"))
+            hints = [f"--{name}: pass {OF_OTHERS[name]}\n" for name in typed if name in OF_OTHERS and name not in known]
+            sys.stderr.write(explanation.getvalue() + "".join(hints))
         raise
 
 

@@ -172,6 +172,9 @@ def test_a_program_of_the_command_has_the_help_of_its_script() -> None:
     code, _, errors = start_command(["sample", "--sede", "1"])
     assert code == 2
     assert errors.count("Unrecognized options: ") == 1
+    code, _, errors = start_command(["train", "--weight_decay", "0.1", "--resolution", "64"])
+    assert code == 2
+    assert "--weight_decay: pass --optimizer weight_decay=0.01\n--resolution: pass --image_size\n" in errors
 
 
 def test_messages_name_the_program_as_it_was_started() -> None:
