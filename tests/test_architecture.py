@@ -49,7 +49,7 @@ IMPORTER = re.compile(r"^(exec|eval)$|\b(__import__|find_spec|import_module|reso
 COMPUTED = {
     "rectified_flow": "the modules of the public names, which __init__.pyi lists",
     "rectified_flow.rooms": "the modules of ROOMS",
-    "rectified_flow.flags": "the modules of --import",
+    "rectified_flow.cli.settings": "the modules of --import",
     "rectified_flow.cli.programs": "the module of a program",
     "rectified_flow.system.pictures": "plugins of Pillow",
 }
@@ -230,7 +230,7 @@ HEAVY = {"accelerate", "filelock", "huggingface_hub", "pydantic", "tyro", "psuti
 
 
 MODEL_CODE = {
-    "from rectified_flow.networks.unet import Unet": 9,
+    "from rectified_flow.networks.unet import Unet": 10,
     "from rectified_flow.flows.rectified import RectifiedFlow": 20,
     "from rectified_flow.flows.mean import MeanFlow": 21,
 }

@@ -13,7 +13,10 @@ import torch
 from huggingface_hub import HfApi, ModelCard
 from torch import Tensor, nn
 
+from rectified_flow.cli.data import choose_degradation
 from rectified_flow.condition import Labels
+from rectified_flow.data.description import PictureData
+from rectified_flow.data.open import Pictures
 from rectified_flow.errors import UsageError
 from rectified_flow.flows.flow import Flow, network_of
 from rectified_flow.flows.mean import MeanFlow
@@ -77,8 +80,11 @@ def write(flow: Flow, folder: Path, ema: Flow | None = None, degrade: str | None
         frozen = {name for name, parameter in ema.network.named_parameters() if not parameter.requires_grad}
         trained = {name: value for name, value in ema.network.state_dict().items() if name not in frozen}
         files[checkpoint.EMA_FILE] = trained
-    config = {} if degrade is None else {checkpoint.CONFIG_FILE: {"training": {"degrade": degrade}}}
-    return checkpoint.save(folder / "checkpoints", 1, files, {FLOW_FILE: describe(flow), **config})
+    documents = {FLOW_FILE: describe(flow)}
+    if degrade is not None:
+        data = PictureData(Pictures("synthetic-flowers"), degradation=choose_degradation(degrade))
+        documents[CONFIG_FILE] = {"data": describe(data), "training": {"degrade": degrade}}
+    return checkpoint.save(folder / "checkpoints", 1, files, documents)
 
 
 def test_from_a_checkpoint_or_its_run(flow: Flow, tmp_path: Path) -> None:
@@ -131,7 +137,7 @@ def test_a_flow_with_weights_outside_its_network_is_saved_whole() -> None:
 
 def test_a_process_that_has_imported_nothing_else_loads_a_flow(tmp_path: Path) -> None:
     """The network and the flows are registered by the module that loads them."""
-    run = str(run_of(tmp_path, {}, {}))
+    run = str(run_of(tmp_path, {}, {"seed": 0}))
     code = f"from rectified_flow import load_flow; print(type(load_flow({run!r}).network).__name__)"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert printed == "Unet\n"

@@ -57,7 +57,7 @@ def save_with_flags(run: Path, folder: Path, **flags: object) -> None:
     config = checkpoint.load_document(source, checkpoint.CONFIG_FILE)
     config["training"] |= flags
     seed = flags.get("data_seed", flags["seed"])
-    config["data"] = {"kind": "PictureData", "pictures": config["data"], "holdout": flags["holdout"], "seed": seed}
+    config["data"] |= {"holdout": flags["holdout"], "seed": seed}
     files = {checkpoint.MODEL_FILE: checkpoint.load_tensors(source, checkpoint.MODEL_FILE)}
     documents = {FLOW_FILE: checkpoint.load_document(source, FLOW_FILE), checkpoint.CONFIG_FILE: config}
     checkpoint.save(folder / "checkpoints", 1, files, documents)

@@ -27,7 +27,7 @@ REFUSALS: dict[tuple[str, str], list[tuple[str, str]]] = {
     (TRAIN, FLOWERS): [
         ("--output_dir=", "--output_dir is empty: check whether a variable is unset"),
         ("--num_epochs 2", "--num_epochs and --train_num_steps exclude each other"),
-        ("--dim_mults 1 2 3 4 --image_size 20", "not divisible by 8, as the 4 levels of --dim_mults"),
+        ("--dim_mults 1 2 3 4 --image_size 20", "not divisible by 8, as this Unet requires"),
         ("--aspect_ratio 3:2 --image_size 10", "gives the network inputs of 15x10, not divisible by 2"),
         (
             "--image_size 12 --autoencoder small",
