@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from io import BufferedWriter, FileIO, TextIOWrapper
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
     from tqdm.auto import tqdm
 
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -17,12 +18,12 @@ CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 class _LastingFile(FileIO):
     """A file that discards what cannot be written: to a closed terminal or pipe, or to a full disk."""
 
-    def write(self, data: Any) -> int:
+    def write(self, data: "ReadableBuffer") -> int:
         """Write bytes, or discard them."""
         try:
-            return super().write(data) or len(data)
+            return super().write(data) or memoryview(data).nbytes
         except OSError:
-            return len(data)
+            return memoryview(data).nbytes
 
 
 def prepare_streams() -> None:
@@ -33,7 +34,7 @@ def prepare_streams() -> None:
     sys.stdout, sys.stderr = (_prepared(stream) for stream in (sys.stdout, sys.stderr))
 
 
-def _prepared(stream: Any) -> Any:
+def _prepared(stream: TextIO) -> TextIO:
     if not isinstance(stream, TextIOWrapper):  # notebooks and tests use streams of other classes
         return stream
     try:
