@@ -210,7 +210,7 @@ def training_speed(flow: Flow, run: TrainingConfig, path_points: int) -> Speed:
 
 
 def print_speed(run: TrainingConfig, speed: Speed, items: int) -> None:
-    """Print the time and the memory of a run without a plan, whose epochs have so many items."""
+    """Print the time and the memory of a run without a plan, with this number of items in an epoch."""
     state = PartialState()
     batch = run.split_batch(state.num_processes)
     if speed.rate == 0 or (state.device.type == "cpu" and speed.memory > memory()):

@@ -1,4 +1,4 @@
-"""The layers of a run's settings that other runs have recorded: the run itself when it resumes, and its teacher's."""
+"""The recorded layers of a run's settings: flags of the run itself when it resumes, and flags of its teacher's run."""
 
 from collections.abc import Collection, Mapping
 from contextlib import suppress
@@ -90,7 +90,7 @@ def _split_again(begun: Mapping[str, Any], processes: int) -> dict[str, Any]:
 
 
 def _same_teacher(begun: Mapping[str, Any], given: Path | None) -> dict[str, Any]:
-    """Return the recorded checkpoint of the teacher if its run is given, which may have a newer one by now."""
+    """Return the recorded checkpoint if the teacher's run is given, which may have a newer checkpoint by now."""
     teacher: Path | None = begun.get("teacher")
     if teacher is None or given is None or not teacher.resolve().is_relative_to(given.resolve()):
         return {}

@@ -48,8 +48,9 @@ OF_OTHERS = {
 class Settings(Generic[C_co]):
     """The flags of a program in layers. A flag has the value of the uppermost layer that has it.
 
-    A stage of a program returns a layer, and nothing changes a value in place. What a flag excludes or replaces, by its
-    declaration, counts for the layers below it: ``--num_epochs`` hides a recorded ``--train_num_steps``.
+    A stage of a program returns a layer, and nothing changes a value in place. A flag that is declared to exclude or
+    replace another flag hides the value of that flag in the layers below: ``--num_epochs`` hides a recorded
+    ``--train_num_steps``.
 
     Args:
         kind: the dataclass of the program's groups of flags.
@@ -66,7 +67,8 @@ class Settings(Generic[C_co]):
     def resolving(self, flags: Flags) -> "Settings[C_co]":
         """Return settings with values in place of those that leave something open, such as an image size of 0.
 
-        A value stays in the layer that the open value comes from. What no layer sets is chosen by the plan.
+        A value stays in the layer that the open value comes from. The value of a flag that no layer sets is in the
+        layer of the plan.
         """
         layers = dict(self.layers)
         for name, value in flags.items():

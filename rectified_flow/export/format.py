@@ -18,7 +18,7 @@ Stage = Callable[[], tuple[Files, str]]
 class Export:
     """An export of a flow, checked and ready to be written.
 
-    A format is a function that returns one. It raises a UsageError for a flow that it cannot write::
+    A format is a function that returns an ``Export``. It raises a UsageError for a flow that it cannot write::
 
         @register(role="format")
         def arrays(trained: Trained, *, compressed: bool = False) -> Export: ...

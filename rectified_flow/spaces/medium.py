@@ -1,4 +1,4 @@
-"""The contract of a medium: what data are to a person."""
+"""The contract of a medium: the form in which people see and exchange data."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -17,7 +17,7 @@ PREVIEW = "-preview.png"  # end of the name of the picture beside a generated fi
 
 
 class Medium:
-    """What data are to a person: their files, their pictures, and words about them.
+    """The form of data for people: files, pictures, and the words that describe the data.
 
     A space has a medium (:attr:`Space.medium <rectified_flow.spaces.space.Space.medium>`). The space is mathematics on
     tensors, and the medium is everything that programs read, write, show and report. A kind of data overrides what it
