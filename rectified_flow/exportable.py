@@ -1,4 +1,4 @@
-"""What a part of a flow declares about a module that is exported as a program beside the flow."""
+"""The declaration with which a part of a flow exports a module of its own as a program beside the flow."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -75,7 +75,7 @@ TIMES = 8
 
 @dataclass(frozen=True)
 class Flags:
-    """What to train."""
+    """The arm of the study and the length of its training."""
 
     state: Path
     """Folder of ``data`` and ``arms``."""

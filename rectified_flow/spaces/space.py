@@ -23,7 +23,7 @@ Shape = Sequence[Annotated[int, Interval(gt=0, lt=2**31)]]
 
 @dataclass(frozen=True)
 class DataFacts:
-    """What a program knows about the data of a run when it builds their space (:meth:`Space.of`)."""
+    """The facts about the data of a run from which a program builds their space (:meth:`Space.of`)."""
 
     shape: tuple[int, ...]
     """``(c, h, w)`` of a picture by the flags, or the shape of an item of a registered dataset."""
@@ -47,7 +47,7 @@ class Space(ABC):
     """A map between the data that a dataset stores and the ``x`` that a flow works on.
 
     A flow augments and encodes each training batch, and decodes what it generates. Nothing else in the package knows
-    ranges, types or channels of the data. What the data are to a person is their :attr:`medium`. Register a subclass
+    ranges, types or channels of the data. People see the data in their :attr:`medium`. Register a subclass
     and keep its constructor's arguments as attributes, and checkpoints can name it. All random draws are in
     :meth:`augment`, from :mod:`rectified_flow.randomness`.
     """
@@ -75,7 +75,7 @@ class Space(ABC):
 
     @property
     def medium(self) -> Medium:
-        """What the data are to a person."""
+        """Return the medium of the data: the form in which people see and exchange them."""
         return Medium(self)
 
     @property

@@ -1,4 +1,4 @@
-"""Which files are this project's: the manifest of a folder is the one proof. Any other file is the user's.
+"""The manifest of a folder is the one proof that a file is this project's. Any other file is the user's.
 
 A manifest lists the files that programs wrote into its folder, in one format for two kinds of folders:
 
@@ -75,7 +75,7 @@ class Manifest:
     files: dict[FileName, FileRecord | None]
     """The files and subfolders by name; None for one that may still grow or be replaced."""
     progress: dict[str, Any] = field(default_factory=dict)
-    """What a build has reached; empty for outputs."""
+    """The state from which an unfinished build resumes; empty for outputs."""
     format: Natural = 1
 
 

@@ -124,7 +124,7 @@ def test_clips_are_sampled_from_a_first_frame(runs: Path, run: str) -> None:
 def test_a_saved_lora_changes_the_pipeline_by_what_was_trained(
     runs: Path, models: dict[Kind, Path], run: str, kind: Kind, part: str
 ) -> None:
-    """With alpha other than the rank, which is lost where the file does not carry it; into the expert of the run."""
+    """Load a LoRA whose alpha, which only the file carries, is not its rank, into the expert of the run."""
     flags = "--lora_rank 4 --lora_alpha 8" + " --expert low" * (kind == "image")
     wan = wan_of(models[kind], runs, flags)
     assert wan.expert == part

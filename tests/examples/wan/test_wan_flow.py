@@ -71,7 +71,7 @@ def test_the_loss_is_that_of_diffusers(models: dict[Kind, Path]) -> None:
 
 
 def test_the_loss_from_a_first_frame_is_that_of_other_frames_at_the_times_of_tokens(models: dict[Kind, Path]) -> None:
-    """With the input and the times of tokens as WanImageToVideoPipeline makes them for TI2V-5B."""
+    """Compare the loss with one on the input and the times of tokens of WanImageToVideoPipeline for TI2V-5B."""
     wan = wan_of(models["tokens"], "--first_frame")
     x_0, noise, text = draws(wan, 1)
     flow, t = flow_of(wan, text[0]), torch.tensor([0.25])
