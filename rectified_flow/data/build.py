@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from accelerate import PartialState
 from torch import Tensor
-from tqdm.auto import tqdm
 
+from rectified_flow.data.census import counted_sentence
 from rectified_flow.data.framing import Framing
 from rectified_flow.data.sources import ImageSource, PictureRows, Row
 from rectified_flow.data.store import INFO_FILE, LABELS_FILE, ORIGINALS_FILE, RECIPE_FILE, Original
@@ -167,7 +167,7 @@ def fill(
         on_main(state, lambda: store.complete(**describe()))
 
 
-STORE_VERSION, CHUNK = 6, 64  # version of the stored images, and number of images that are decoded at once
+STORE_VERSION, CHUNK = 7, 64  # version of the stored images, and number of images that are decoded at once
 
 
 def default_cache_dir() -> Path:
@@ -224,7 +224,7 @@ def _build(
             broken = f"broken image {source.describe(index)} ({getattr(error, 'strerror', None) or first_line(error)})"
             raise UsageError(f"{broken}: remove it, or pass --skip_broken_images") from error
 
-    kept, broken, contents = list[tuple[Original, int]](), list[str](), set[bytes]()
+    kept, broken, contents, equal = list[tuple[Original, int]](), list[str](), set[bytes](), list[str]()
     bar = progress_bar(total=len(numbers), desc=f"preparing {source.name}", unit="img")
     with bar, ThreadPoolExecutor(processors()) as pool:  # the decoder releases the GIL
         for start in range(0, len(numbers), CHUNK):
@@ -237,8 +237,10 @@ def _build(
                 row, size, label = decoded
                 rows.add(row)
                 written.append(row)
-                contents.add(blake2b(row.tobytes(), digest_size=16).digest())
                 kept.append((Original(source.name_of(index), *size), label))
+                content = blake2b(row.tobytes(), digest_size=16).digest()
+                equal += [kept[-1][0].name] * (content in contents)
+                contents.add(content)
             if written:
                 images = {"images": np.stack(written)}
                 if not store.shapes:
@@ -246,12 +248,8 @@ def _build(
                 store.write(len(kept) - len(written), images, durable=False)  # the whole store is flushed at the end
     if not kept:
         raise UsageError(f"none of the {len(broken)} images in {source.name} could be read")
-    count = len(source) - len(numbers)
-    excluded = [f"left out {count} images by --exclude or --max_train_samples"] if count else []
-    skipped = [f"skipped {len(broken)} broken images of {len(numbers)}; the first is {each}" for each in broken[:1]]
-    for note in (*source.notes, *excluded, *skipped):
-        tqdm.write(note)
     originals, labels = zip(*kept, strict=True)
+    names = [original.name for original in originals]
     (store.stage / ORIGINALS_FILE).write_text(json.dumps(originals))
     store.complete(
         np.asarray(labels, dtype=np.int64),
@@ -260,6 +258,22 @@ def _build(
         class_names=list(source.class_names) if min(labels) >= 0 else [],
         skipped=broken,
         framing=asdict(rows.framing),
-        duplicates=len(labels) - len(contents),
+        notes=[*source.notes, *_notes(len(source) - len(numbers), broken, equal), *rows.notes(names)],
+        table=_table_of(source),
         **rows.info(source.name, {original[1:] for original in originals}),
     )
+
+
+def _notes(excluded: int, broken: Sequence[str], equal: Sequence[str]) -> list[str]:
+    """Return sentences about images that were left out by flags or as broken, and about those that equal another."""
+    notes = [f"left out {excluded:,} images by --exclude or --max_train_samples"] if excluded else []
+    notes += [f"skipped {len(broken):,} broken images; the first is {each}" for each in broken[:1]]
+    return notes + [counted_sentence(len(equal), "equal to an earlier one", each) for each in equal[:1]]
+
+
+def _table_of(source: ImageSource) -> list[str]:
+    """Return the names of the columns beside the images; none if the table is faulty, as training may not use it."""
+    try:
+        return [*source.read_table()]
+    except UsageError:
+        return []

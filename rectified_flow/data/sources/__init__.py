@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from rectified_flow.data.census import Census
 from rectified_flow.data.framing import Framing
 from rectified_flow.errors import UsageError
 from rectified_flow.spaces.pixels import Pixels
@@ -19,7 +20,7 @@ class PictureRows:
     """The rows of a store of pictures: uint8, RGB or RGBA. Other data have rows of their own with these members."""
 
     def __init__(self, framing: Framing) -> None:
-        self.framing = framing
+        self.framing, self.census = framing, Census()
         self.key: tuple[Any, ...] = ()
 
     def fit(self, image: Any) -> tuple[Row, tuple[int, int]]:
@@ -30,6 +31,11 @@ class PictureRows:
 
     def add(self, row: Row) -> None:
         """Take note of a row that is written."""
+        self.census.add(row)
+
+    def notes(self, names: Sequence[str]) -> list[str]:
+        """Return sentences about the rows that were written, whose images have these names in their source."""
+        return self.census.notes(names)
 
     def info(self, name: str, sizes: set[tuple[int, int]]) -> dict[str, Any]:
         """Return further entries of ``info.json`` for the rows of a source with images of some sizes [px]."""
@@ -46,7 +52,8 @@ class ImageSource(ABC):
     class_names: Sequence[str] = ()
     """Class names by label; empty if the images have no labels."""
     notes: Sequence[str] = ()
-    """Lines to print when the images are decoded."""
+    """Sentences about the images that a person should know, such as which files are not read. A source may add to them
+    until its images are decoded; the store then keeps them (:attr:`rectified_flow.data.store.StoreInfo.notes`)."""
 
     @abstractmethod
     def __len__(self) -> int:
