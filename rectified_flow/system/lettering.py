@@ -70,7 +70,7 @@ def wrapped(text: str, width: int, size: int) -> tuple[list[str], ImageFont.Free
     """Break a text into lines of at most ``width`` [px], between words if possible, and return them with their font."""
     text, font = lettering(text, size)
     lines = list[str]()
-    for paragraph in text.splitlines():
+    for paragraph in text.split("\n"):
         line = ""
         for word in BREAKS.findall(paragraph):
             if line and font.getlength((line + word).rstrip()) > width:
