@@ -249,7 +249,7 @@ def _build(
     if not kept:
         raise UsageError(f"none of the {len(broken)} images in {source.name} could be read")
     originals, labels = zip(*kept, strict=True)
-    names = [original.name for original in originals]
+    names, table = [original.name for original in originals], source.column_names()  # which may add a note
     (store.stage / ORIGINALS_FILE).write_text(json.dumps(originals))
     store.complete(
         np.asarray(labels, dtype=np.int64),
@@ -259,7 +259,7 @@ def _build(
         skipped=broken,
         framing=asdict(rows.framing),
         notes=[*source.notes, *_notes(len(source) - len(numbers), broken, equal), *rows.notes(names)],
-        table=_table_of(source),
+        table=table,
         **rows.info(source.name, {original[1:] for original in originals}),
     )
 
@@ -269,11 +269,3 @@ def _notes(excluded: int, broken: Sequence[str], equal: Sequence[str]) -> list[s
     notes = [f"left out {excluded:,} images by --exclude or --max_train_samples"] if excluded else []
     notes += [f"skipped {len(broken):,} broken images; the first is {each}" for each in broken[:1]]
     return notes + [counted_sentence(len(equal), "equal to an earlier one", each) for each in equal[:1]]
-
-
-def _table_of(source: ImageSource) -> list[str]:
-    """Return the names of the columns beside the images; none if the table is faulty, as training may not use it."""
-    try:
-        return [*source.read_table()]
-    except UsageError:
-        return []

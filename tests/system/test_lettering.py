@@ -8,7 +8,7 @@ from rectified_flow.system.lettering import default_font, has_letter, lettering,
 SIZE = 11
 
 
-@pytest.mark.parametrize("text", ["fleur d'été, Łódź, 3 × 2 °C", "кошка", "γάτα", "חתול", "قطة"])
+@pytest.mark.parametrize("text", ["fleur d'été, Łódź, 2 °C", "кошка", "γάτα", "חתול", "قطة"])
 def test_scripts_of_the_default_font_are_drawn_as_they_are(text: str) -> None:
     assert lettering(text, SIZE) == (text, default_font(SIZE))
 

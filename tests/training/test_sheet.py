@@ -96,7 +96,12 @@ def test_words_and_changes_of_the_drawing_make_another_sheet(tmp_path: Path) -> 
     other = DataSheet(flow, dataset.subset(range(9)), ["a"], dataset, 0, 16)
     changed = RECTIFIED.build(dataset)
     changed.space = with_augmentation(changed.space, 0.5)
-    sheets = [one, other, DataSheet(flow, dataset, ["b"], dataset, 0, 16), DataSheet(changed, dataset, ["a"], None, 0, 4)]
+    sheets = [
+        one,
+        other,
+        DataSheet(flow, dataset, ["b"], dataset, 0, 16),
+        DataSheet(changed, dataset, ["a"], None, 0, 4),
+    ]
     assert len({sheet.fingerprint for sheet in sheets}) == 4
     assert one.fingerprint == DataSheet(flow, dataset, ["a"], dataset, 1, 4).fingerprint, "as of a resumed run"
 

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -87,6 +88,12 @@ class ImageSource(ABC):
     def read_table(self) -> Mapping[str, Sequence[Any]]:
         """Return the columns beside the images, a value for each image."""
         return {}
+
+    def column_names(self) -> list[str]:
+        """Return the names of the columns; none if the table is faulty, as training may not use it."""
+        with suppress(UsageError):
+            return [*self.read_table()]
+        return []
 
     @property
     def space(self) -> Space:

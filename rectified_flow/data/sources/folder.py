@@ -109,7 +109,7 @@ class FileFolder(ImageSource):
 
     @override
     def read_table(self) -> dict[str, list[Any]]:
-        return read_metadata(self._metadata, self.files)
+        return read_metadata(self._metadata, self.files, self.notes)
 
     def _note(self, what: str, files: Sequence[Path]) -> None:
         """Add a note on files that are not read, if there are any."""
