@@ -37,6 +37,7 @@ def sentences(
         *_classes(pictures, is_used="labels" in used),
         *pictures.info.notes,
         *pictures.remarks,
+        *_sources(pictures),
         *_columns(pictures, used),
         ("half of the pictures are mirrored" if mirrored else "no picture is mirrored") + changed,
     ]
@@ -76,6 +77,14 @@ def _classes(pictures: ImageDataset, *, is_used: bool) -> Iterator[str]:
         yield f"{len(rare)} of {len(names)} classes with fewer than {FEW} pictures: {shown}"
     if not is_used:
         yield "the network does not get the classes"
+
+
+def _sources(pictures: ImageDataset) -> Iterator[str]:
+    """Yield where the sources of a translation are, and the notes on them."""
+    if isinstance(pictures.source, ImageDataset):
+        how = "paired at random" if pictures.is_unpaired else "paired by name"
+        yield f"sources: {len(pictures.source):,} pictures of {pictures.source.info.source}, {how}"
+        yield from (f"sources: {note}" for note in pictures.source.info.notes)
 
 
 def _columns(pictures: ImageDataset, used: Collection[str]) -> Iterator[str]:

@@ -206,15 +206,19 @@ class StoreDataset(Dataset[dict[str, Tensor]]):
         draws = [mix(self.seed, "captions", index) for index in indices] if self.columns else []
         return {name: column.numbers(self._rows_of(indices), draws) for name, column in self.columns.items()}
 
+    def sources_of(self, indices: Sequence[int]) -> list[int]:
+        """Return the numbers of the items of :attr:`source` that the items of ``indices`` lead from."""
+        if self.source is None:
+            return []
+        if self.partners is None:
+            return image_indices(indices, len(self.source), mix(self.seed, "sources")).tolist()
+        return self.partners[self._rows_of(indices)].tolist()
+
     def _read_sources(self, indices: Sequence[int]) -> dict[str, Tensor]:
         """Return the sources of the items of ``indices``, if they have any."""
         if self.source is None:
             return {}
-        if self.partners is None:
-            chosen = image_indices(indices, len(self.source), mix(self.seed, "sources"))
-        else:
-            chosen = self.partners[self._rows_of(indices)]
-        [sources] = self.source.read_entries(chosen.tolist()).values()
+        [sources] = self.source.read_entries(self.sources_of(indices)).values()
         return {"source": sources}
 
     def read_entries(self, indices: Sequence[int]) -> dict[str, Tensor]:

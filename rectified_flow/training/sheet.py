@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from typing_extensions import override
 
-from rectified_flow.data.store import ImageDataset
+from rectified_flow.data.store import ImageDataset, StoreDataset
 from rectified_flow.data.stream import Batch, Batches, fingerprint_of, image_indices
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.evaluator import render_sources
@@ -100,7 +100,7 @@ class DataSheet:
                 with deterministic(rows, self.flow.device):
                     source = self.flow.space.source_space.augment(batch[SOURCE])[0]
                 sources.append(render_sources(self.flow, source))
-        texts = ["\n".join(self._text_of(number)) for number in numbers]
+        texts = [text for number in numbers for text in self._texts_of(number)]
         return torch.cat(shown), torch.cat(sources) if sources else None, texts
 
     def _stored(self, batch: Batch) -> Batch:
@@ -124,32 +124,35 @@ class DataSheet:
             return over_chequers(space.medium.contents(data).cpu())
         return space.medium.render(data).cpu()
 
-    def _text_of(self, number: int) -> list[str]:
-        """Return the lines below a row: class, columns, the name of the picture and that of its source."""
+    def _texts_of(self, number: int) -> list[str]:
+        """Return the text below the source of a row, if it has one, and below the row: class, columns and name."""
         pictures = self.dataset if self.pictures is None else self.pictures
-        names, lines = getattr(pictures, "class_names", []), list[str]()
-        if names:
+        lines = list[str]()
+        if names := getattr(pictures, "class_names", []):
             lines.append(names[int(pictures.labels[number])])
-        if hasattr(pictures, "condition_texts"):
+        if isinstance(pictures, StoreDataset):
             lines += [f"{name}: {text}" for name, [text] in pictures.condition_texts([number]).items() if text]
-        if hasattr(pictures, "name_of"):
-            lines += [f"[{pictures.name_of(number)}]"]
-        return lines
+        if self.pictures is None:
+            return ["\n".join(lines)]
+        lines.append(f"[{self.pictures.name_of(number)}]")
+        if not self.flow.takes_source:
+            return ["\n".join(lines)]
+        source = self.pictures.source
+        of_source = [f"[{source.name_of(row)}]" for row in self.pictures.sources_of([number]) if source is not None]
+        return ["\n".join(("source", *of_source)), "\n".join(lines)]
 
     def _arranged(self, shown: Tensor, sources: Tensor | None, texts: Sequence[str]) -> Grid:
         """Return the sheet ``[h, w, 3]``: the pictures, each after its source, and the words below them."""
-        columns = COLUMNS
         if sources is not None:
             shown = torch.stack((sources, shown), dim=1).flatten(0, 1)
-            texts = [text for each in texts for text in ("source of the next", each)]
         times = -(-max(shown.shape[-2:]) // MAX_SIDE)
         shown = torch.nn.functional.avg_pool2d(shown.float(), times, ceil_mode=True).round().byte()
         width = shown.shape[-1] * -(-MIN_WIDTH // shown.shape[-1])
         needed = max(len(wrapped(text, width, TEXT_SIZE)[0]) for text in texts)
-        grid = to_grid(shown, columns, texts, self.flow.space.medium.legend, text_lines=min(needed, MOST_LINES))
+        grid = to_grid(shown, COLUMNS, texts, self.flow.space.medium.legend, text_lines=min(needed, MOST_LINES))
         grid = np.pad(grid, ((0, 0), (0, max(0, MIN_SHEET - grid.shape[1])), (0, 0)), constant_values=255)
-        head = f"{len(texts)} pictures as the network gets them in its first steps"
-        words = "\n".join((head, *(f"\u2022 {each}" for each in self.words)))
+        head = f"{len(shown)} pictures as the network gets them in its first steps: {self.flow.space.medium.noun}"
+        words = "\n".join(("", head, *(f"\u2022 {each}" for each in self.words)))
         return np.concatenate((grid, text_picture(words, grid.shape[1], WORD_SIZE).permute(1, 2, 0).numpy()))
 
 
