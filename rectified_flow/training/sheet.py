@@ -126,20 +126,22 @@ class DataSheet:
 
     def _texts_of(self, number: int) -> list[str]:
         """Return the text below the source of a row, if it has one, and below the row: class, columns and name."""
-        pictures = self.dataset if self.pictures is None else self.pictures
+        rows: StoreDataset | None = self.pictures
+        if rows is None and isinstance(self.dataset, StoreDataset):
+            rows = self.dataset
         lines = list[str]()
-        if names := getattr(pictures, "class_names", []):
-            lines.append(names[int(pictures.labels[number])])
-        if isinstance(pictures, StoreDataset):
-            lines += [f"{name}: {text}" for name, [text] in pictures.condition_texts([number]).items() if text]
+        if rows is not None:
+            lines += [rows.class_names[int(label)] for label in rows.labels[[number]] if rows.class_names]
+            lines += [f"{name}: {text}" for name, [text] in rows.condition_texts([number]).items() if text]
         if self.pictures is None:
             return ["\n".join(lines)]
         lines.append(f"[{self.pictures.name_of(number)}]")
         if not self.flow.takes_source:
             return ["\n".join(lines)]
-        source = self.pictures.source
-        of_source = [f"[{source.name_of(row)}]" for row in self.pictures.sources_of([number]) if source is not None]
-        return ["\n".join(("source", *of_source)), "\n".join(lines)]
+        source, of_source = self.pictures.source, ["source"]
+        if isinstance(source, ImageDataset):
+            of_source += [f"[{source.name_of(row)}]" for row in self.pictures.sources_of([number])]
+        return ["\n".join(of_source), "\n".join(lines)]
 
     def _arranged(self, shown: Tensor, sources: Tensor | None, texts: Sequence[str]) -> Grid:
         """Return the sheet ``[h, w, 3]``: the pictures, each after its source, and the words below them."""
