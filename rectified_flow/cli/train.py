@@ -182,11 +182,11 @@ def train_settled(
     rows = _rows(distilled, flow, opened, holdout, values.run, mirrored=values.data.horizontal_flip)
     training, held_out = (rows, None) if split is None else split.divide(rows)
     callbacks = _callbacks(values.run, values.evaluation, flow, opened, split, data.name)
-    if distilled is not None:
-        words, pictures = [f"{len(training):,} {training.info.source}"], None
-    callbacks.append(DataSheetHook(words, pictures))
     if held_out is not None:
         callbacks.insert(0, build_heldout_hook(values.run, values.evaluation, training, held_out))
+    if distilled is not None:
+        words = [f"{len(training):,} {training.info.source}"]
+    callbacks.insert(0, DataSheetHook(words, pictures if data.has_pictures and distilled is None else None))
     texts_of = opened if distilled is not None else held_out  # distillation data have no texts for previews
     return Trainer(flow, training, values.run, callbacks=callbacks, preview_data=texts_of, **records).train()
 

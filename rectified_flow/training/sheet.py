@@ -86,7 +86,7 @@ class DataSheet:
     @torch.no_grad()
     def _drawn(self) -> tuple[Tensor, Tensor | None, list[str]]:
         """Return the first pictures ``[n, 3, h, w]``, their sources if they have any, and the text below each."""
-        sourced = self.flow.takes_source
+        sourced = self.flow.takes_source and self.pictures is not None  # a teacher's data have encoded sources
         count = min(PICTURES // (1 + sourced), len(self.dataset))  # type: ignore[arg-type]
         numbers = image_indices(range(count), len(self.dataset), self.seed).tolist()  # type: ignore[arg-type]
         shown, sources = list[Tensor](), list[Tensor]()
@@ -96,12 +96,14 @@ class DataSheet:
             batch = self._stored(Batches(self.dataset).__getitems__([numbers[number] for number in some]))
             with deterministic(rows, self.flow.device):
                 shown.append(self._rendered(batch))
-            if sourced and SOURCE in batch:
+            if sourced:
                 with deterministic(rows, self.flow.device):
                     source = self.flow.space.source_space.augment(batch[SOURCE])[0]
                 sources.append(render_sources(self.flow, source))
-        texts = [text for number in numbers for text in self._texts_of(number)]
-        return torch.cat(shown), torch.cat(sources) if sources else None, texts
+        if not sourced:
+            return torch.cat(shown), None, [self._text_of(number) for number in numbers]
+        texts = [text for number in numbers for text in (self._text_of_source(number), self._text_of(number))]
+        return torch.cat(shown), torch.cat(sources), texts
 
     def _stored(self, batch: Batch) -> Batch:
         """Return a batch on the flow's device, with pictures that are not encoded yet as the space stores them."""
@@ -124,24 +126,24 @@ class DataSheet:
             return over_chequers(space.medium.contents(data).cpu())
         return space.medium.render(data).cpu()
 
-    def _texts_of(self, number: int) -> list[str]:
-        """Return the text below the source of a row, if it has one, and below the row: class, columns and name."""
+    def _text_of(self, number: int) -> str:
+        """Return the text below a row: its class, its columns and its name."""
         rows: StoreDataset | None = self.pictures
         if rows is None and isinstance(self.dataset, StoreDataset):
             rows = self.dataset
-        lines = list[str]()
-        if rows is not None:
-            lines += [rows.class_names[int(label)] for label in rows.labels[[number]] if rows.class_names]
-            lines += [f"{name}: {text}" for name, [text] in rows.condition_texts([number]).items() if text]
-        if self.pictures is None:
-            return ["\n".join(lines)]
-        lines.append(f"[{self.pictures.name_of(number)}]")
-        if not self.flow.takes_source:
-            return ["\n".join(lines)]
-        source, of_source = self.pictures.source, ["source"]
-        if isinstance(source, ImageDataset):
-            of_source += [f"[{source.name_of(row)}]" for row in self.pictures.sources_of([number])]
-        return ["\n".join(of_source), "\n".join(lines)]
+        if rows is None:
+            return ""
+        lines = [rows.class_names[int(label)] for label in rows.labels[[number]] if rows.class_names]
+        lines += [f"{name}: {text}" for name, [text] in rows.condition_texts([number]).items() if text]
+        name = [] if self.pictures is None else [f"[{self.pictures.name_of(number)}]"]
+        return "\n".join(lines + name)
+
+    def _text_of_source(self, number: int) -> str:
+        """Return the text below the source of a row: the name of the picture, unless it is made from the row."""
+        source = None if self.pictures is None else self.pictures.source
+        if self.pictures is None or not isinstance(source, ImageDataset):
+            return "source"
+        return "\n".join(("source", *(f"[{source.name_of(row)}]" for row in self.pictures.sources_of([number]))))
 
     def _arranged(self, shown: Tensor, sources: Tensor | None, texts: Sequence[str]) -> Grid:
         """Return the sheet ``[h, w, 3]``: the pictures, each after its source, and the words below them."""
