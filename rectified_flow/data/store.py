@@ -98,6 +98,7 @@ class StoreDataset(Dataset[dict[str, Tensor]]):
     """
 
     varies = True  # an item may have another source, or another caption, in each epoch
+    remarks: tuple[str, ...] = ()
 
     def __init__(self, path: Path, described: object = None) -> None:
         self.path = Path(path)
@@ -107,7 +108,6 @@ class StoreDataset(Dataset[dict[str, Tensor]]):
         self.partners: np.ndarray[Any, np.dtype[np.int64]] | None = None
         self.columns: dict[str, Column] = {}
         self.seed = 0
-        self.remarks: tuple[str, ...] = ()
 
     @property
     def is_unpaired(self) -> bool:
