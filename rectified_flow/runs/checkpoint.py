@@ -209,11 +209,11 @@ def newest_checkpoint(folder: Path, names: Collection[str] | None = None) -> Pat
 
 
 def place_of(run: Path) -> Path:
-    """Return the folder of the checkpoints of the run in a folder: that of ``--checkpoint_dir``, if it had one."""
+    """Return the folder of the checkpoints of the run in a folder: its ``checkpoint_dir``, if it had one."""
     with suppress(UsageError):
         training = read_document(run / CONFIG_FILE, dict[str, Any]).get("training")
         if isinstance(training, dict) and isinstance(place := training.get("checkpoint_dir"), str):
-            return usable_path("checkpoint_dir", Path(place))
+            return usable_path("`checkpoint_dir`", Path(place))
     return run / CHECKPOINTS
 
 
@@ -259,7 +259,7 @@ def load_weights(network: nn.Module, path: Path, *names: str) -> None:
         there, here = (tuple(of[key].shape) if key in of else "missing" for of in (saved, wanted))
         if there != here and key not in elsewhere:
             architecture = f"another architecture ({key}: {there} saved, {here} expected)"
-            raise UsageError(f"checkpoint {path} is of {architecture}: pass its flags, or choose another --output_dir")
+            raise UsageError(f"checkpoint {path} is of {architecture}: pass its flags, or choose another `output_dir`")
     network.load_state_dict(saved, strict=False)
 
 

@@ -119,7 +119,7 @@ class RunLog:
             file.flush()
 
     def start_trackers(self, document: Mapping[str, Any], run_id: str) -> None:
-        """Start the tracker of ``--log_with``, if any; a resumed run continues there as ``run_id``."""
+        """Start the tracker that the flag ``log_with`` names, if any; a resumed run continues there as ``run_id``."""
         flags = document["training"]
         simple = {name: value if isinstance(value, bool | int | float) else str(value) for name, value in flags.items()}
         settings: dict[str, dict[str, Any]] = {
@@ -138,7 +138,7 @@ class RunLog:
         except Exception as error:  # each service has errors of its own
             self.accelerator.trackers = []  # one that did not start cannot be closed
             remedy = "WANDB_MODE=offline needs no account" if name == "wandb" else "leave out this flag"
-            raise UsageError(f"--log_with {name} could not be started ({first_line(error)}); {remedy}") from error
+            raise UsageError(f"`log_with` {name} could not be started ({first_line(error)}); {remedy}") from error
 
     def close(self) -> None:
         """Let the trackers write everything."""

@@ -32,7 +32,7 @@ from rectified_flow.runs.checkpoint import (
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.log import RunLog
 from rectified_flow.system.files import writing
-from rectified_flow.system.terminal import Silent, line
+from rectified_flow.system.terminal import Silent, line, shown
 
 
 class BackgroundSaver:
@@ -143,12 +143,12 @@ class Run:
     def print(self, text: str) -> None:
         """Print a line beside the progress bar, on the main process."""
         if self.accelerator.is_main_process:
-            tqdm.write(text)
+            tqdm.write(shown(text))
 
     def check_equal(self) -> None:
         """Check that all processes train the same flow on the same data with the same flags, paths aside."""
         facts = {"the number of items": self.length, "the fingerprint of the dataset": self.fingerprint}
-        flags = {f"--{name}": value for name, value in plain(self.config, paths=False).items()}
+        flags = {f"`{name}`": value for name, value in plain(self.config, paths=False).items()}
         check_equal(self.accelerator, lambda: facts | flags | folder.flat(self.flow_description or {}))
 
     def choose_checkpoint(self) -> Path | None:

@@ -12,7 +12,7 @@ from rectified_flow.data.framing import Framing, parse_ratio
 from rectified_flow.errors import UsageError
 from rectified_flow.system import pictures
 from rectified_flow.system.pictures import open_picture, upright_size
-from rectified_flow.system.terminal import escaped, prepare_streams
+from rectified_flow.system.terminal import prepare_streams, shown
 
 MEGABYTE = 2**20
 
@@ -51,7 +51,7 @@ def test_characters_that_an_encoding_lacks_are_escaped(monkeypatch: pytest.Monke
 
 
 def test_characters_that_control_a_terminal_are_escaped() -> None:
-    assert escaped("a\tb\nc\x1b[31m\u202ed") == "a\tb\nc\\x1b[31m\\u202ed"
+    assert shown("a\tb\nc\x1b[31m\u202ed") == "a\tb\nc\\x1b[31m\\u202ed"
 
 
 ORANGE = (200, 100, 0)
