@@ -42,9 +42,7 @@ def join_processes() -> PartialState:
     if not cpu and 0 < gpus < here:
         raise UsageError(f"there are more processes than the {gpus} GPUs of this machine: start at most {gpus}")
     if any(parse_flag_from_env(f"ACCELERATE_USE_{name}") for name in SHARDING):
-        raise UsageError(
-            "FSDP, DeepSpeed and Megatron-LM are not supported: launch with the type MULTI_GPU"
-        )
+        raise UsageError("FSDP, DeepSpeed and Megatron-LM are not supported: launch with the type MULTI_GPU")
     if os.environ.keys() >= {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} and not dist.is_initialized():
         # Accelerate adopts this group, whose second backend communicates without waiting for the devices.
         device = None if cpu else torch.accelerator.current_accelerator()

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tqdm.auto import tqdm
 
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-ARGUMENT = re.compile(r"(?<![^\s(])`([a-z]\w*)`(?![^\s.,:;)])")
+ARGUMENT = re.compile(r"(?<![^\s(])`([a-z]\w*)`(?=[.,:;)]*(?:\s|$))")
 """The name of an argument in a message: a word of its own, since the names of files may contain backticks, too."""
 _SPELLINGS: list[Callable[[str], str]] = ["`{}`".format]
 """Functions that spell the name of an argument; the last one is in use."""

@@ -189,11 +189,11 @@ def test_sides() -> None:
     assert Framing.of(64, "6:4") == Framing(96, 64)
     assert Framing.of(27, "9:16") == Framing(27, 48)
     assert Framing.of(64, "2:2") == Framing(64, 64)
-    with pytest.raises(UsageError, match="64 with --aspect_ratio 16:9 gives a fractional long side; pass a"):
+    with pytest.raises(UsageError, match="64 with `aspect_ratio` 16:9 gives a fractional long side; pass a"):
         Framing.of(64, "16:9")
 
 
 @pytest.mark.parametrize("text", ["3", "0:1", "3:", "a:b", "-3:2", "3:2:1", "1.5:1", "3 : 2", "10000:1", ""])
 def test_no_ratio(text: str) -> None:
-    with pytest.raises(UsageError, match=f"--aspect_ratio is {text}; it must be width:height"):
+    with pytest.raises(UsageError, match=f"`aspect_ratio` is {text}; it must be width:height"):
         parse_ratio(text)
