@@ -247,7 +247,7 @@ def _build(
     if not kept:
         raise UsageError(f"none of the {len(broken)} images in {source.name} could be read")
     count = len(source) - len(numbers)
-    excluded = [f"left out {count} images by `exclude` or the limit of their number"] if count else []
+    excluded = [f"left out {count} images by `exclude` or by the limit of their number"] if count else []
     skipped = [f"skipped {len(broken)} broken images of {len(numbers)}; the first is {each}" for each in broken[:1]]
     for note in (*source.notes, *excluded, *skipped):
         tqdm.write(shown(note))

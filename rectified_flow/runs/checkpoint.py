@@ -31,7 +31,7 @@ from rectified_flow.system.artifact import (
     remove,
 )
 from rectified_flow.system.files import open_regular, read_bytes, read_document, reading, replace_file, usable_path
-from rectified_flow.system.terminal import warn_once
+from rectified_flow.system.terminal import shown, warn_once
 
 EARLY, LATEST_EARLY = 1 / 8, 1 / 4
 """Best and latest position of a run's early checkpoint, which is kept for autoguidance, as fractions of its steps."""
@@ -143,7 +143,7 @@ def prune(newest: Path, keep: int, total_steps: int | None = None) -> None:
             if each not in kept:
                 remove(each, CHECKPOINT)
         except (OSError, UsageError) as error:
-            tqdm.write(f"warning: {error}")
+            tqdm.write(shown(f"warning: {error}"))
 
 
 def _early(checkpoints: Sequence[Path], steps: int) -> Path | None:

@@ -15,6 +15,7 @@ from rectified_flow.runs.checkpoint import step_name
 from rectified_flow.system.artifact import claim, claimed_names, write_output
 from rectified_flow.system.files import flush, parse_document, read_bytes, replace_file
 from rectified_flow.system.pictures import Grid, Line, Panel, draw_panels, encode_picture
+from rectified_flow.system.terminal import shown
 
 PROJECT = "rectified-flow"
 
@@ -200,7 +201,8 @@ class RunLog:
         try:
             yield
         except kinds as error:  # any by default, since each tracker has its own exceptions
-            tqdm.write(f"warning: could not write {what} of {self.folder} ({first_line(error)}); training continues")
+            failure = f"could not write {what} of {self.folder} ({first_line(error)})"
+            tqdm.write(shown(f"warning: {failure}; training continues"))
 
 
 def _changes(numbers: Mapping[int, float]) -> dict[int, float]:

@@ -101,7 +101,8 @@ class BackgroundSaver:
             return write(tensors)
         except Exception as error:  # a full disk is an OSError in one library and a SafetensorError in another
             place = self.config.checkpoints
-            tqdm.write(f"warning: could not save step {step} to {place} ({error}); the previous checkpoint is kept")
+            failure = f"could not save step {step} to {place} ({error})"
+            tqdm.write(shown(f"warning: {failure}; the previous checkpoint is kept"))
             self._problem = first_line(error)
             return None
 

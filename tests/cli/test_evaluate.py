@@ -109,7 +109,7 @@ def test_a_folder_that_is_too_small_to_split_again(
     assert result["num_real"] == COUNT
     assert "copies" in result["distances"]
     assert "copies_by_chance" not in result["distances"]
-    assert "warning: no pictures are held out, as --holdout leaves" in "".join(capfd.readouterr())
+    assert "warning: no pictures are held out, as `holdout` leaves" in "".join(capfd.readouterr())
 
 
 def test_a_result_takes_the_place_of_its_like(tmp_path: Path) -> None:
