@@ -26,7 +26,7 @@ from rectified_flow.cli.config import (
 from rectified_flow.cli.data import build_space, can_augment
 from rectified_flow.cli.distill import DistillationData, Recipe, recipe_of
 from rectified_flow.cli.record import recorded_flags
-from rectified_flow.cli.settings import Settings, command_line
+from rectified_flow.cli.settings import command_line
 from rectified_flow.data.framing import Crop
 from rectified_flow.data.sources import ImageSource
 from rectified_flow.data.sources.folder import FileFolder
@@ -77,7 +77,7 @@ def seconds_since(began: float) -> float:
     return on_main(PartialState(), lambda: time.monotonic() - began)
 
 
-def resumed_clock(folder: Path, budget: str | None, settings: Settings[Any]) -> Clock | None:
+def resumed_clock(folder: Path, budget: str | None, given: Collection[str], began: float) -> Clock | None:
     """Return the clock of a run that resumes; None if its length is a number of steps. Collective.
 
     The run has the rest of its time, or a new time if the user gives another budget.
@@ -85,12 +85,13 @@ def resumed_clock(folder: Path, budget: str | None, settings: Settings[Any]) -> 
     Args:
         folder: the folder of the run.
         budget: the budget that the user gives, if there is one.
-        settings: the settings of the run.
+        given: names of the flags that the user gave.
+        began: when the program began, by :func:`time.monotonic`.
     """
-    if not {"train_num_steps", "num_epochs"}.isdisjoint(settings.given):
+    if not {"train_num_steps", "num_epochs"}.isdisjoint(given):
         return None
     seconds = None if budget is None else seconds_of(budget)
-    return on_main(PartialState(), lambda: Clock.resumed(folder, seconds=seconds, began=settings.began))
+    return on_main(PartialState(), lambda: Clock.resumed(folder, seconds=seconds, began=began))
 
 
 def may_choose(program: TrainProgramConfig, *, is_own: bool) -> bool:

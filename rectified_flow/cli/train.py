@@ -141,7 +141,9 @@ def train_run(settings: Settings[TrainConfig]) -> bool:
     count, conditions = len(opened) if split is None else len(split.training), getattr(opened, "conditions", {})
     clock = None
     if has_begun:
-        clock = facts.resumed_clock(values.run.output_dir, asked if program.budget else None, settings)
+        clock = facts.resumed_clock(
+            values.run.output_dir, asked if program.budget else None, settings.given, settings.began
+        )
     elif data.has_pictures or program.dry_run:
         settings, clock = with_plan(settings, budget, count, conditions, space)
         values = settings.values
