@@ -287,10 +287,10 @@ def pair_by_name(
     paired = [row for row, partner in enumerate(partners) if partner >= 0]
     excluded = {str(Path(name).with_suffix("")) for name in exclude}
     if alone := sorted({*mine, *theirs} - {mine[row] for row in paired} - excluded):
-        where = f"--source_path {source.info.source} and --dataset_path {pictures.info.source}"
+        where = f"`source_path` {source.info.source} and `dataset_path` {pictures.info.source}"
         found = f"{len(alone)} pictures in {where} have no partner of the same name and shape, such as {alone[0]}"
         if not paired or not skip_unpaired:
-            raise UsageError(f"{found}: add the partner, or pass --skip_broken_images")
+            raise UsageError(f"{found}: add the partner, or pass `skip_broken_images`")
         pictures = pictures.changed(remarks=(*pictures.remarks, f"{found}; they are left out"))
     return pictures.changed(source=source, partners=np.asarray(partners)).subset(paired)
 

@@ -15,7 +15,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from rectified_flow.system.terminal import escaped
+from rectified_flow.system.terminal import CONTROLS
 
 SYSTEM_FONTS = (
     *("NotoSansCJK-Regular.ttc", "NotoSansCJKjp-Regular.otf", "DroidSansFallbackFull.ttf", "wqy-microhei.ttc"),
@@ -57,7 +57,8 @@ def has_letter(font: ImageFont.FreeTypeFont, letter: str) -> bool:
 
 def lettering(text: str, size: int) -> tuple[str, ImageFont.FreeTypeFont]:
     """Return a text, with escapes for letters that the font lacks, and the font that has the most of its letters."""
-    text, fonts = escaped(text), [default_font(size)]
+    text = CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    fonts = [default_font(size)]
     missing = [letter for letter in dict.fromkeys(text) if not has_letter(fonts[0], letter)]
     if missing:
         fonts += [font for name in SYSTEM_FONTS if (font := find_font(name, size)) is not None]

@@ -29,6 +29,7 @@ from rectified_flow.runs.folder import DATA_SHEET
 from rectified_flow.system.lettering import text_picture, wrapped
 from rectified_flow.system.pictures import MIN_WIDTH, TEXT_SIZE, Grid, encode_picture, to_grid
 from rectified_flow.system.terminal import line
+from rectified_flow.system.terminal import shown as printed
 from rectified_flow.training.evaluations import Callback
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class DataSheet:
         except UsageError:  # of a medium without pictures
             return None
         texts = PngImagePlugin.PngInfo()
-        texts.add_itxt(WORDS, "\n".join(self.words))
+        texts.add_itxt(WORDS, printed("\n".join(self.words)))
         texts.add_text(PROOF, self.fingerprint)
         return encode_picture(self._arranged(*drawn), pnginfo=texts)
 
@@ -156,7 +157,7 @@ class DataSheet:
         grid = to_grid(shown, COLUMNS, texts, self.flow.space.medium.legend, text_lines=min(needed, MOST_LINES))
         grid = np.pad(grid, ((0, 0), (0, max(0, MIN_SHEET - grid.shape[1])), (0, 0)), constant_values=255)
         head = f"{len(shown)} pictures as the network gets them in its first steps: {self.flow.space.medium.noun}"
-        words = "\n".join(("", head, *(f"\u2022 {each}" for each in self.words)))
+        words = "\n".join(("", head, *(f"\u2022 {printed(each)}" for each in self.words)))
         return np.concatenate((grid, text_picture(words, grid.shape[1], WORD_SIZE).permute(1, 2, 0).numpy()))
 
 
