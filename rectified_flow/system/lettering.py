@@ -45,7 +45,7 @@ def default_font(size: int) -> ImageFont.FreeTypeFont:
     folder = Path((spec and spec.origin) or "").parent
     font = find_font(str(folder / "mpl-data/fonts/ttf/DejaVuSans.ttf"), size)
     if font is None:
-        raise FileNotFoundError(f"{folder} has no DejaVuSans.ttf: pip install --force-reinstall matplotlib")
+        raise FileNotFoundError(f"{folder} has no DejaVuSans.ttf: install matplotlib again")
     return font
 
 
