@@ -26,7 +26,7 @@ from rectified_flow.errors import UsageError
 from rectified_flow.flags import command_line, values_of
 from rectified_flow.flows.flow import Flow
 from rectified_flow.load import autocast
-from rectified_flow.networks.network import to_device
+from rectified_flow.networks.network import Network, to_device
 from rectified_flow.networks.unet import Unet
 from rectified_flow.parts import Choice, name_of
 from rectified_flow.registry import names
@@ -223,7 +223,7 @@ def print_speed(run: TrainingConfig, speed: Speed, items: int) -> None:
 
 def is_free(network: Choice, flags: NetworkConfig, given: Collection[str]) -> bool:
     """Return whether a plan chooses the size of a network: a flag may have named it, but without arguments."""
-    sized = bool(getattr(network.target, "widths", {}))
+    sized = issubclass(network.target, Network) and bool(network.target.widths)
     return sized and {"dim", "dim_mults"}.isdisjoint(given) and not ("network" in given and flags.network[1:])
 
 

@@ -25,7 +25,7 @@ CHECKED_BATCHES = (1, 3)
 Program = Callable[[Inputs], list[Tensor]]
 
 
-@register(role="format")
+@register(role="format", needs=("half",))
 def onnx(trained: Trained, *, half: bool = False) -> Export:
     """Write a flow as programs in ONNX, and ``model.json`` beside them.
 

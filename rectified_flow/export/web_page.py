@@ -28,7 +28,7 @@ LARGE = (".onnx", ".wasm")  # suffixes of the files that a visitor waits for
 READ_BY_PAGE = (".css", ".html", ".js", ".json", *LARGE)
 
 
-@register(role="format")
+@register(role="format", needs=("half", "metadata"))
 def page(trained: Trained, *, half: bool = False, metadata: bool = True) -> Export:
     """Write a flow as a web page, which any static host can serve.
 

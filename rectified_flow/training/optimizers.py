@@ -23,7 +23,7 @@ LrSchedule = Callable[[int, int], float]
 """The factor of the learning rates at the update after ``updates`` updates, in a run of ``total`` of them."""
 
 
-@register(role="optimizer")
+@register(role="optimizer", needs=("lr", "fused"))
 def adamw(
     parameters: NamedParameters,
     *,
@@ -66,7 +66,7 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     return total @ matrices
 
 
-@register(role="optimizer")
+@register(role="optimizer", needs=("lr",))
 def muon(
     parameters: NamedParameters,
     *,
@@ -156,11 +156,11 @@ class Muon(torch.optim.Optimizer):
 def find_optimizer(config: TrainingConfig, *, fused: bool) -> BuildOptimizer:
     """Return the builder of the registered optimizer that ``--optimizer`` names, with the flags of the run.
 
-    A registered builder takes the trained parameters with their names. It gets the peak learning rate ``lr`` and
-    ``fused`` if it has a parameter for them, and the arguments of ``--optimizer``.
+    A registered builder takes the trained parameters with their names, what it needs of the peak learning rate ``lr``
+    and ``fused``, and the arguments of ``--optimizer``.
     """
     choice = choose("optimizer", "optimizer", config.optimizer)
-    return lambda parameters: choice.build(parameters=parameters, lr=config.learning_rate, fused=fused)
+    return lambda parameters: choice.build(parameters, lr=config.learning_rate, fused=fused)
 
 
 def build_schedule(config: TrainingConfig) -> LrSchedule:

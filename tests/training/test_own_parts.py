@@ -240,7 +240,7 @@ class Halves(torch.optim.SGD):
                     parameter.data -= group["lr"] / state["times"] * parameter.grad
 
 
-@register(role="optimizer")
+@register(role="optimizer", needs=("lr",))
 def halves(parameters: NamedParameters, *, lr: float, momentum: float = 0.5, **_flags: Any) -> torch.optim.Optimizer:
     """Vectors first: another order than the network's."""
     everything = list(parameters)
