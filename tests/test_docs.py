@@ -26,7 +26,9 @@ from nbclient import NotebookClient
 from nbformat import NotebookNode
 from PIL import Image
 
-from rectified_flow.cli.config import (
+from rectified_flow.cli.programs import COMMAND, PROGRAMS
+from rectified_flow.cli.settings import read_settings
+from rectified_flow.cli.training_flags import (
     EvaluateConfig,
     ExportConfig,
     OneStepConfig,
@@ -34,8 +36,6 @@ from rectified_flow.cli.config import (
     TrainConfig,
     WatchConfig,
 )
-from rectified_flow.cli.programs import COMMAND, PROGRAMS
-from rectified_flow.cli.settings import read_settings
 from rectified_flow.data import open as catalog
 from rectified_flow.data.sources.synthetic_flowers import SyntheticFlowers
 from rectified_flow.errors import UsageError

@@ -10,8 +10,8 @@ from einops import rearrange
 from torch import Tensor
 
 from clips import Clip, clips_fingerprint
-from rectified_flow.data.build import StoreWriter, claimed, default_cache_dir, fill, key_of
 from rectified_flow.data.store import StoreDataset
+from rectified_flow.data.store_writer import StoreWriter, claimed, default_cache_dir, fill, key_of
 from rectified_flow.distributed import on_main
 from rectified_flow.errors import UsageError
 from rectified_flow.system.files import prepare_folder, printable

@@ -9,7 +9,7 @@ from typing import Any
 from accelerate import PartialState
 from accelerate.utils import set_seed
 
-from rectified_flow.cli.config import (
+from rectified_flow.cli.training_flags import (
     FlowConfig,
     Method,
     ModelConfig,

@@ -10,10 +10,10 @@ from accelerate import PartialState
 from torch import Tensor
 
 from rectified_flow import randomness
-from rectified_flow.cli.config import Method, TeacherConfig
 from rectified_flow.cli.data import check_conditions
-from rectified_flow.data.build import StoreWriter, claimed, fill
+from rectified_flow.cli.training_flags import Method, TeacherConfig
 from rectified_flow.data.store import RECIPE_FILE, ImageDataset, StoreDataset
+from rectified_flow.data.store_writer import StoreWriter, claimed, fill
 from rectified_flow.distributed import on_main
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.evaluator import conditions_of

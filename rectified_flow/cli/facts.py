@@ -12,10 +12,10 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 
 from rectified_flow.cli import plan
-from rectified_flow.cli.config import STARTER, DataConfig, InitConfig, Method, NetworkConfig, TrainProgramConfig
 from rectified_flow.cli.data import build_space, can_augment
 from rectified_flow.cli.distill import DistillationData, Recipe, recipe_of
 from rectified_flow.cli.record import recorded_flags
+from rectified_flow.cli.training_flags import STARTER, DataConfig, InitConfig, Method, NetworkConfig, TrainProgramConfig
 from rectified_flow.data.framing import Crop
 from rectified_flow.data.sources import ImageSource
 from rectified_flow.data.sources.folder import FileFolder
@@ -31,7 +31,7 @@ from rectified_flow.networks.unet import Unet
 from rectified_flow.parts import Choice, name_of
 from rectified_flow.registry import names
 from rectified_flow.runs import checkpoint
-from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.runs.training_config import TrainingConfig
 from rectified_flow.spaces.space import Space
 from rectified_flow.system.machine import free_memory, memory
 from rectified_flow.system.terminal import duration, line, lines

@@ -12,7 +12,11 @@ from accelerate.utils import set_seed
 
 from rectified_flow.cli import facts, plan
 from rectified_flow.cli.build import build_flow, choose_flow, choose_network, divisor_of, join
-from rectified_flow.cli.config import (
+from rectified_flow.cli.data import build_space, check_source, find_data, flags_of_files, summary_of
+from rectified_flow.cli.distill import DistillationData, open_distilled
+from rectified_flow.cli.record import DATA_FLAGS, check_one_step, distillation_of, with_record
+from rectified_flow.cli.settings import Settings, check_rules
+from rectified_flow.cli.training_flags import (
     UNET,
     DataConfig,
     EvaluationConfig,
@@ -21,10 +25,6 @@ from rectified_flow.cli.config import (
     TrainConfig,
     check_outside,
 )
-from rectified_flow.cli.data import build_space, check_source, find_data, flags_of_files, summary_of
-from rectified_flow.cli.distill import DistillationData, open_distilled
-from rectified_flow.cli.record import DATA_FLAGS, check_one_step, distillation_of, with_record
-from rectified_flow.cli.settings import Settings, check_rules
 from rectified_flow.condition import ConditionSpecs
 from rectified_flow.data.description import RunData, with_sources
 from rectified_flow.data.sources import ImageSource
@@ -40,8 +40,8 @@ from rectified_flow.flows.flow_map import FlowMap, takes_interval
 from rectified_flow.parts import name_of
 from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
-from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.folder import check_start, describe_run, write_config
+from rectified_flow.runs.training_config import TrainingConfig
 from rectified_flow.spaces.space import Space, with_augmentation
 from rectified_flow.system.terminal import line, lines, size_text
 from rectified_flow.training.evaluations import Callback, EvaluationHook, HeldOutHook

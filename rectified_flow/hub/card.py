@@ -11,7 +11,7 @@ from rectified_flow.flags import plain, rules_of
 from rectified_flow.flows.flow import Flow
 from rectified_flow.load import Trained, model_hash, read_results
 from rectified_flow.registry import describe
-from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.runs.training_config import TrainingConfig
 
 LIBRARY = "rectified-flow-trainer"
 CARD_TEMPLATE = Path(__file__).with_name("model_card.md")

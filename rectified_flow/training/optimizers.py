@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from rectified_flow.parts import choose
 from rectified_flow.registry import register
-from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.runs.training_config import TrainingConfig
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 BuildOptimizer = Callable[[NamedParameters], torch.optim.Optimizer]

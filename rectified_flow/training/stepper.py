@@ -41,7 +41,7 @@ from rectified_flow.errors import RunError, UsageError
 from rectified_flow.flows.flow import network_of
 from rectified_flow.randomness import BatchRows, deterministic
 from rectified_flow.runs import checkpoint
-from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.runs.training_config import TrainingConfig
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 LARGEST_WEIGHT = 1e6

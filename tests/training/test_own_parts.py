@@ -17,7 +17,7 @@ from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.load import load_flow
 from rectified_flow.registry import register
 from rectified_flow.runs import checkpoint
-from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.runs.training_config import TrainingConfig
 from rectified_flow.training.optimizers import (
     BuildOptimizer,
     NamedParameters,

@@ -29,7 +29,7 @@ from rectified_flow.flags import (
 )
 from rectified_flow.flows import Coupling, Prediction, Solver, TimeGrid
 from rectified_flow.parts import name_of
-from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.runs.training_config import TrainingConfig
 from rectified_flow.system.files import read_lines
 
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}  # units of --budget
