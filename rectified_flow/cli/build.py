@@ -9,15 +9,8 @@ from typing import Any
 from accelerate import PartialState
 from accelerate.utils import set_seed
 
-from rectified_flow.cli.training_flags import (
-    FlowConfig,
-    Method,
-    ModelConfig,
-    NetworkConfig,
-    SamplingConfig,
-    SolverConfig,
-    TrainConfig,
-)
+from rectified_flow.cli.model_flags import ModelConfig, SamplingConfig, SolverConfig
+from rectified_flow.cli.training_flags import FlowConfig, Method, NetworkConfig, TrainConfig
 from rectified_flow.condition import ConditionSpecs, Picture, chosen
 from rectified_flow.distributed import check_equal, join_processes, on_main
 from rectified_flow.errors import UsageError

@@ -9,7 +9,7 @@ from tqdm.auto import tqdm
 
 from rectified_flow.cli.build import guidance_of, open_trained
 from rectified_flow.cli.data import check_conditions
-from rectified_flow.cli.training_flags import EvaluateConfig
+from rectified_flow.cli.model_flags import EvaluateConfig
 from rectified_flow.data.description import PictureData, with_sources
 from rectified_flow.data.open import Pictures
 from rectified_flow.data.store import ImageDataset

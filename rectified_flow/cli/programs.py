@@ -193,7 +193,7 @@ def sample() -> None:
     The model is built from the description in its checkpoint. Start it with torchrun or accelerate launch to sample on
     several devices.
     """
-    run(f"{CLI}.sample:sample", f"{CLI}.training_flags:SampleConfig", sample.__doc__)
+    run(f"{CLI}.sample:sample", f"{CLI}.model_flags:SampleConfig", sample.__doc__)
 
 
 def evaluate() -> None:
@@ -202,7 +202,7 @@ def evaluate() -> None:
     Distances are printed and written to the run's evaluation.json. Start it with torchrun or accelerate launch to share
     the work between several devices.
     """
-    run(f"{CLI}.evaluate:evaluate", f"{CLI}.training_flags:EvaluateConfig", evaluate.__doc__)
+    run(f"{CLI}.evaluate:evaluate", f"{CLI}.model_flags:EvaluateConfig", evaluate.__doc__)
 
 
 def export() -> None:
@@ -211,7 +211,7 @@ def export() -> None:
     The program is one network call. A model.json beside it describes its inputs and outputs. The program is compared
     with the flow before it is written. It needs the packages of the extra export: pip install '.[export]'.
     """
-    run(f"{CLI}.export:export", f"{CLI}.training_flags:ExportConfig", export.__doc__)
+    run(f"{CLI}.export:export", f"{CLI}.model_flags:ExportConfig", export.__doc__)
 
 
 def watch() -> None:
@@ -219,7 +219,7 @@ def watch() -> None:
 
     The runs are trained with --log_with tensorboard. The page has curves, samples and settings.
     """
-    run(f"{__name__}:serve_tensorboard", f"{CLI}.training_flags:WatchConfig", watch.__doc__)
+    run(f"{__name__}:serve_tensorboard", f"{CLI}.model_flags:WatchConfig", watch.__doc__)
 
 
 def serve_tensorboard(config: Any) -> None:

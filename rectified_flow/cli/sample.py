@@ -15,8 +15,8 @@ from tqdm.auto import tqdm
 
 from rectified_flow.cli.build import open_trained
 from rectified_flow.cli.evaluate import real_data
+from rectified_flow.cli.model_flags import PicturesConfig, SampleConfig
 from rectified_flow.cli.sample_request import GRID_PICTURES, SampleRequest, read_request
-from rectified_flow.cli.training_flags import PicturesConfig, SampleConfig
 from rectified_flow.condition import read_written
 from rectified_flow.distributed import check_shared, on_main
 from rectified_flow.errors import UsageError

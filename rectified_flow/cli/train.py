@@ -14,6 +14,7 @@ from rectified_flow.cli import facts, plan
 from rectified_flow.cli.build import build_flow, choose_flow, choose_network, divisor_of, join
 from rectified_flow.cli.data import build_space, check_source, find_data, flags_of_files, summary_of
 from rectified_flow.cli.distill import DistillationData, open_distilled
+from rectified_flow.cli.program_flags import check_outside
 from rectified_flow.cli.record import DATA_FLAGS, check_one_step, distillation_of, with_record
 from rectified_flow.cli.settings import Settings, check_rules
 from rectified_flow.cli.training_flags import (
@@ -23,7 +24,6 @@ from rectified_flow.cli.training_flags import (
     NetworkConfig,
     OneStepConfig,
     TrainConfig,
-    check_outside,
 )
 from rectified_flow.condition import ConditionSpecs
 from rectified_flow.data.description import RunData, with_sources

@@ -11,9 +11,10 @@ import pytest
 
 from rectified_flow.cli.build import build_flow
 from rectified_flow.cli.data import build_space
+from rectified_flow.cli.model_flags import EvaluateConfig, ExportConfig, SampleConfig
 from rectified_flow.cli.programs import PROGRAMS
 from rectified_flow.cli.settings import parse
-from rectified_flow.cli.training_flags import EvaluateConfig, ExportConfig, OneStepConfig, SampleConfig, TrainConfig
+from rectified_flow.cli.training_flags import OneStepConfig, TrainConfig
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import flag_types, recorded
 from tests.patience import PATIENCE

@@ -351,9 +351,9 @@ def train(kind: Kind, data: Path, output_dir: Path) -> None:
 
 def sample(kind: Kind, flags: list[str]) -> None:
     """Sample on this rank."""
+    from rectified_flow.cli.model_flags import SampleConfig
     from rectified_flow.cli.sample import sample
     from rectified_flow.cli.settings import parse
-    from rectified_flow.cli.training_flags import SampleConfig
 
     for module in kind.imports:
         import_module(module)
