@@ -145,7 +145,7 @@ def test_a_part_gets_what_it_needs_and_nothing_else() -> None:
     @register(role="network", needs=("channels",))
     class Asking(Wheel):
         def __init__(self, channels: int, image_size: int = 7) -> None:
-            self.given = channels, image_size
+            self.given: object = (channels, image_size)
 
     @register(role="network")
     class Inheriting(Asking): ...

@@ -207,6 +207,6 @@ def choose_flow(flags: FlowConfig, method: Method, *, is_taught: bool = False) -
         name, options = split_part(flags.time_distribution)
         name = TIMES.get(name, name) or TIMES[parts.times]
         times = choose("time_distribution", TimeDistribution, (name, *options))
-        defaults = parts.time_arguments if name == TIMES[parts.times] else {}
+        defaults = dict(parts.time_arguments) if name == TIMES[parts.times] else {}
         arguments["time_distribution"] = replace(times, arguments=defaults | dict(times.arguments)).build()
     return replace(choice, arguments=arguments | dict(choice.arguments))
