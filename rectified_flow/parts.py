@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rectified_flow.errors import UsageError, first_line
+from rectified_flow.errors import UsageError, first_line, quoted
 from rectified_flow.registry import OFFERS, Role, find, names, needs_of, parameters_of
 from rectified_flow.system.files import LONGEST, usable_path
 
@@ -45,7 +45,7 @@ class Choice:
             raise
         except (TypeError, ValueError) as error:
             name = self.target.__qualname__.removesuffix(".of")
-            raise UsageError(f"--{self.flag} {name} cannot be built ({first_line(error)})") from error
+            raise UsageError(f"{quoted(self.flag)} {name} cannot be built ({first_line(error)})") from error
 
     def _check_declared(self, arguments: Mapping[str, Any], inputs: int) -> None:
         """Check that the target asks for what it cannot do without."""
@@ -55,7 +55,7 @@ class Choice:
         if missing := [name for name in required if name in offers and name not in needed]:
             needs = ", ".join(f'"{name}"' for name in (*needed, *missing))
             declaration = f'decorate it with @register(role="{self.role}", needs=[{needs}])'
-            raise UsageError(f"`{self.flag}` {self.target.__qualname__} asks for no {missing[0]}: {declaration}")
+            raise UsageError(f"{quoted(self.flag)} {self.target.__qualname__} asks for no {missing[0]}: {declaration}")
 
 
 def split_part(part: Sequence[str]) -> tuple[str, list[str]]:
@@ -84,11 +84,11 @@ def typed_options(flag: str, target: Any, options: Sequence[str]) -> dict[str, A
         key, equals, text = option.partition("=")
         if not equals or key not in parameters:
             known, name = ", ".join(parameters) or "none", target.__qualname__.removesuffix(".of")
-            raise UsageError(f"--{flag} {option}: {name} takes KEY=VALUE with the keys {known}")
+            raise UsageError(f"{quoted(flag)} {option}: {name} takes KEY=VALUE with the keys {known}")
         candidates = [text]
         with suppress(ValueError, RecursionError):  # a number of more than 4,300 digits, and brackets in brackets
             candidates = [json.loads(text), text]
-        typed[key] = validated(f"--{flag} {key}", candidates, parameters[key].annotation)
+        typed[key] = validated(f"{quoted(flag)} {key}", candidates, parameters[key].annotation)
     return typed
 
 
@@ -123,5 +123,5 @@ def arguments_from(group: object, names: Sequence[str], target: Any) -> dict[str
     values = {name: getattr(group, name) for name in names}
     given = {name: value for name, value in values.items() if value != getattr(type(group), name)}
     for name in given.keys() - set(needs_of(target)):
-        raise UsageError(f"--{name} has no effect: {target.__name__} does not ask for {name}; leave it out")
+        raise UsageError(f"`{name}` has no effect: {target.__name__} does not ask for {name}; leave it out")
     return given
