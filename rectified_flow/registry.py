@@ -139,7 +139,9 @@ def find(flag: str, role: Role | type, name: str) -> Any:
     known = names(role)
     choices = " or ".join(known) or "another"
     if name not in known and isinstance(role, str) and name in _REGISTERED[None]:
-        raise UsageError(f"`{flag}` {name} is registered without this role: decorate it with @register(role={role!r})")
+        raise UsageError(
+            f"{quoted(flag)} {name} is registered without this role: decorate it with @register(role={role!r})"
+        )
     if name not in known:
         remedy = f"choose {choices}, or pass `import` with its module"
         raise UsageError(f"{quoted(flag)} {name} is not registered: {remedy}")
