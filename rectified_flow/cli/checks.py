@@ -4,7 +4,7 @@ from collections.abc import Collection
 from math import gcd
 
 from rectified_flow.cli.build import choose_flow, choose_network, divisor_of
-from rectified_flow.cli.data import check_source
+from rectified_flow.cli.data import can_augment, check_source
 from rectified_flow.cli.program_flags import check_outside
 from rectified_flow.cli.settings import check_rules
 from rectified_flow.cli.training_flags import DataConfig, NetworkConfig, TrainConfig
@@ -45,18 +45,18 @@ def check_items(given: Collection[str], dataset: str) -> None:
     )
 
 
-def check_space(space: Space, *, crops: bool, is_encoded: bool, evaluates: bool) -> None:
+def check_space(space: Space, *, crops: bool, evaluates: bool) -> None:
     """Raise a UsageError if a flag has no effect on data of this space.
 
     Args:
         space: the space.
         crops: whether random crops are asked for.
-        is_encoded: whether an autoencoder encodes the pictures.
         evaluates: whether samples are compared by their features during training.
     """
+    is_stored = "autoencoder" in space.uses and not can_augment(space)
     refuse(
-        {"crop random": crops and is_encoded},
-        "has no effect with --autoencoder, which encodes the centre: leave it out",
+        {"crop random": crops and is_stored},
+        "has no effect with this --autoencoder, whose latents of the centre are stored: leave it out, or pass small",
     )
     by_features = evaluates and "frechet" not in space.medium.metrics
     refuse({"evaluate_every": by_features}, "compares features of photographs: leave it out, and run evaluate.py")

@@ -117,11 +117,6 @@ def kind_of_space(data: DataConfig) -> type[Space]:
     return find("space", Space, name_of(data.space) or ("Latents" if data.autoencoder else "Pixels"))
 
 
-def can_augment(data: DataConfig) -> bool:
-    """Return whether the space of the flags augments training data."""
-    return "augmentation" in kind_of_space(data).uses
-
-
 Found = ImageDataset | ImageSource | Dataset[Any]
 """A store, the files of a folder, whose range of values is not known yet, or another dataset."""
 
@@ -129,18 +124,24 @@ Found = ImageDataset | ImageSource | Dataset[Any]
 def build_space(data: DataConfig, found: Found | None = None, teacher: Space | None = None) -> Space:
     """Build the space of the flags, for a student with the scale of its teacher; that of latents is measured later."""
     kind = kind_of_space(data)
-    used = {"augment": data.augment > 0 and "augmentation" not in kind.uses}
-    refuse(used, f"has no effect on {kind.__name__}: leave it out")
     needless = bool(data.autoencoder) and "autoencoder" not in kind.uses
     refuse({"autoencoder": needless}, f"encodes pictures, and the data are {kind.__name__}: leave it out")
     *_, options = reader_of(data.space)
     typed = typed_options("space", kind.of, options)
     try:
-        return kind.of(replace(data_facts(data, kind, found), teacher=teacher), **typed)
+        space = kind.of(replace(data_facts(data, kind, found), teacher=teacher), **typed)
     except UsageError:
         raise
     except (TypeError, ValueError) as error:
         raise UsageError(f"--space {kind.__name__} cannot be built ({first_line(error)})") from error
+    used = {"augment": data.augment > 0 and not can_augment(space)}
+    refuse(used, f"has no effect on {type(space).__name__}: leave it out")
+    return space
+
+
+def can_augment(space: Space) -> bool:
+    """Return whether a space crops and augments training data."""
+    return "augmentation" in space.uses
 
 
 def data_facts(data: DataConfig, kind: type[Space], found: Found | None) -> DataFacts:

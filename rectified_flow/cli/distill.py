@@ -104,13 +104,14 @@ class DistillationData:
 
 
 def open_distilled(
-    distilled: DistillationData, pictures: ImageDataset, holdout: tuple[float, int], precision: str
+    distilled: DistillationData, pictures: ImageDataset, space: Space, holdout: tuple[float, int], precision: str
 ) -> StoreDataset:
     """Return the data of a teacher; all processes generate the data first if they are missing.
 
     Args:
         distilled: the data.
         pictures: the pictures of the teacher's run, whose labels the samples have.
+        space: the space of the student, which stores the samples.
         holdout: share and seed of the pictures that are held out, whose sources and columns no sample has.
         precision: precision of the teacher's network: ``bf16``, or another one for float32.
 
@@ -135,7 +136,7 @@ def open_distilled(
     with claimed(store, "choose another --teacher_dir") as is_missing:
         on_main(state, lambda: _check_recipe(recipe, distilled, is_missing=is_missing))
         if is_missing:
-            generator = _Generator(recipe, earlier, distilled.kind, pictures, holdout)
+            generator = _Generator(recipe, earlier, distilled.kind, pictures, space, holdout)
             fill(store, generator.rows, generator.store_info, doing="drawing", batch_size=BATCH_SIZE)
     return StoreDataset(store.path, pictures.described)
 
@@ -164,8 +165,15 @@ class _Generator:
     """Generates the rows of distillation data with the teacher."""
 
     def __init__(
-        self, recipe: Recipe, earlier: Path | None, kind: str, pictures: ImageDataset, holdout: tuple[float, int]
+        self,
+        recipe: Recipe,
+        earlier: Path | None,
+        kind: str,
+        pictures: ImageDataset,
+        space: Space,
+        holdout: tuple[float, int],
     ) -> None:
+        self.space = space
         self.recipe, self.kind, self.pictures, self.device = recipe, kind, pictures, PartialState().device
         self.precision = "bf16" if recipe.precision == "bf16" else "no"
         self.teacher = self._load(Path(recipe.source))
@@ -203,7 +211,7 @@ class _Generator:
                 decode=False,
                 **given,
             )
-        rows = {space.key: space.to_stored(x)}
+        rows = {self.space.key: self.space.to_stored(x)}
         rows |= {"path": torch.stack(path[:-1], dim=1)} if self.kind == "paths" else {"noise": path[0]}
         if self.teacher.takes_source and not self.teacher.from_source:
             rows[SOURCE] = space.source_space.encode(given[SOURCE].to(self.device)).half()

@@ -112,7 +112,7 @@ def recipe(
         size: the flags of the size that a plan chose, which will also choose the augmentation; None without a plan.
     """
     count = len(source.numbers_without(data.exclude, data.max_train_samples))
-    flags = plan.for_pictures(count, augmentable=can_augment(data)) | (size or {})
+    flags = plan.for_pictures(count, augmentable=can_augment(build_space(data, source))) | (size or {})
     if size is not None:
         flags.pop("augment", None)  # the plan decides it, when it knows the number of passes
     if not data.autoencoder and data.aspect_ratio == "1:1" and "image_size" not in flags:
@@ -183,6 +183,8 @@ def facts_of(
     run: TrainingConfig,
     distilled: DistillationData | None,
     fixed: frozenset[str],
+    *,
+    augmentable: bool,
     **known: Any,
 ) -> plan.Facts:
     """Return the facts that the plan of a run depends on. Collective.
@@ -193,11 +195,12 @@ def facts_of(
         run: the flags of the training.
         distilled: the data of a teacher, if there is one.
         fixed: names of the flags that are not to be chosen.
+        augmentable: whether the space of the pictures augments them.
         known: further facts.
     """
     state = PartialState()
     stored = None if distilled is None else on_main(state, lambda: recipe_of(distilled))
-    augment = plan.for_pictures(known["pictures"], augmentable=can_augment(data)).get("augment", 0.0)
+    augment = plan.for_pictures(known["pictures"], augmentable=augmentable).get("augment", 0.0)
     return plan.Facts(
         method,
         fixed=fixed,

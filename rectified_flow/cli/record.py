@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import fields
 from os.path import lexists
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from accelerate import PartialState
 
@@ -15,10 +15,11 @@ from rectified_flow.cli.training_flags import ColumnConfig, DataConfig, Method, 
 from rectified_flow.distributed import on_main
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import rules_of
-from rectified_flow.registry import as_plain
+from rectified_flow.registry import as_plain, build
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.folder import prepare_folders, read_config
 from rectified_flow.runs.training_config import TrainingConfig
+from rectified_flow.spaces.space import Space
 
 C = TypeVar("C", bound=TrainConfig)
 DATA_FLAGS = frozenset(each.name for kind in (DataConfig, SourceConfig, ColumnConfig) for each in fields(kind))
@@ -42,6 +43,14 @@ def begun_flags(run: TrainingConfig, distilled: DistillationData | None) -> dict
     for newest in reversed(found):
         with suppress(UsageError):  # the trainer reports a damaged checkpoint; runs of Python record no flags
             return recorded_flags(newest)
+    return None
+
+
+def recorded_space(run: TrainingConfig) -> Space | None:
+    """Return the space in the newest readable checkpoint of a run; None if there is none. Call in one process only."""
+    for newest in reversed(checkpoint.list_checkpoints(run.checkpoints)):
+        with suppress(UsageError):  # the trainer reports a damaged checkpoint
+            return cast(Space, build(checkpoint.load_document(newest, checkpoint.FLOW_FILE)["space"]))
     return None
 
 

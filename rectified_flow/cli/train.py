@@ -13,9 +13,9 @@ from accelerate.utils import set_seed
 from rectified_flow.cli import facts, plan
 from rectified_flow.cli.build import build_flow, choose_network, divisor_of, join
 from rectified_flow.cli.checks import check_flags, check_items, check_sides, check_space
-from rectified_flow.cli.data import build_space, find_data, flags_of_files
+from rectified_flow.cli.data import build_space, can_augment, find_data, flags_of_files
 from rectified_flow.cli.distill import DistillationData, open_distilled
-from rectified_flow.cli.record import DATA_FLAGS, check_one_step, distillation_of, with_record
+from rectified_flow.cli.record import DATA_FLAGS, check_one_step, distillation_of, recorded_space, with_record
 from rectified_flow.cli.settings import Settings
 from rectified_flow.cli.training_flags import UNET, EvaluationConfig, OneStepConfig, TrainConfig, seconds_of
 from rectified_flow.condition import ConditionSpecs
@@ -117,7 +117,6 @@ def train_run(settings: Settings[TrainConfig]) -> bool:
     check_space(
         space,
         crops=values.data.crop == "random" and "crop" in settings.given and not has_begun,
-        is_encoded=bool(values.data.autoencoder),
         evaluates=values.evaluation.evaluate_every > 0,
     )
     if (
@@ -141,7 +140,8 @@ def train_run(settings: Settings[TrainConfig]) -> bool:
     opened = with_sources(opened, data, space)
     rows = opened
     if distilled is None and not program.dry_run:  # before the plan, which then knows the time that encoding takes
-        rows, space = space.medium.rows(opened, mirrored=values.data.horizontal_flip)
+        known = on_main(state, lambda: recorded_space(values.run)) if has_begun else None
+        rows, space = space.medium.rows(opened, mirrored=values.data.horizontal_flip, recorded=known)
     count, conditions = len(opened) if split is None else len(split.training), getattr(opened, "conditions", {})
     clock = None
     if has_begun:
@@ -203,7 +203,7 @@ def train_settled(
             document = describe_run(values.run, describe(flow), opened, **records)
             on_main(state, lambda: write_config(values.run.output_dir, document))
         holdout = values.data.holdout, values.data.data_seed or 0
-        rows = open_distilled(distilled, opened, holdout, choose_precision(values.run, state.device))
+        rows = open_distilled(distilled, opened, space, holdout, choose_precision(values.run, state.device))
     training, held_out = (rows, None) if split is None else split.divide(rows)
     callbacks = _callbacks(values.run, values.evaluation, flow, opened, split, data.name)
     if held_out is not None:
@@ -293,6 +293,7 @@ def with_plan(
         pictures=count,
         time=budget,
         spent=facts.seconds_since(settings.began),
+        augmentable=can_augment(space),
         sides=(space.shape or values.data.framing.shape)[1:],
         network=network.target,
         why_network=why_network,

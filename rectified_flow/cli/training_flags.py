@@ -59,9 +59,7 @@ class DataConfig(Flags):
     space: Annotated[Part, flag(fixes_size=True), default_is("by the files, or Latents with --autoencoder")] = ()
     """Data space: Pixels, Fields for measurements (.npy, .tif, 16-bit .png), or a registered one; arguments of Fields
     are value_range, transform, show, channels_last and store_bits."""
-    autoencoder: Annotated[
-        Part, flag(local=True, for_pictures=True, excludes="augment", fixes_size=True), default_is("none")
-    ] = ()
+    autoencoder: Annotated[Part, flag(local=True, for_pictures=True, fixes_size=True), default_is("none")] = ()
     """Train on latents of an autoencoder: small (in the package), a diffusers folder or hub id, or a registered one."""
     horizontal_flip: bool = True
     """Mirror half of the training images."""

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache, partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +35,9 @@ class Autoencoder(ABC):
     """The name in reports."""
     fingerprint: str
     """A hash that differs between autoencoders that encode differently."""
+    encodes_in_step: ClassVar[bool] = False
+    """Whether encoding costs little beside a training step, so that each step encodes its pictures. ``encode`` must then
+    return no standard deviation. Otherwise, all pictures are encoded once, before the training."""
 
     @abstractmethod
     def encode(self, pictures: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -194,6 +197,7 @@ class Small(Autoencoder):
     """
 
     name = "small"
+    encodes_in_step = True
 
     def __init__(self, fingerprint: str | None = None) -> None:
         self.fingerprint = fingerprint or _small_fingerprint()

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -109,17 +109,27 @@ class Latents(StoredLatents):
 
     @classmethod
     @override
-    def of(cls, facts: DataFacts, /) -> Self:
+    def of(cls, facts: DataFacts, /) -> "Latents":
         if not facts.autoencoder:
             raise UsageError("Latents need an autoencoder: pass `autoencoder`")
+        from rectified_flow.latents.in_step import LatentsInStep  # a subclass of this class
+
         autoencoder, sides = autoencoder_of(facts.autoencoder), facts.shape[1:]
-        if facts.teacher is None:
-            return cls(autoencoder, min(sides), autoencoder.shape_of(*sides)[1:])
-        teacher = cast(Self, facts.teacher)  # a teacher's run has the autoencoder of this one
+        if facts.teacher is not None:
+            return cls._of_teacher(cast(Latents, facts.teacher), autoencoder)
+        size, shape = min(sides), autoencoder.shape_of(*sides)[1:]
+        if not autoencoder.encodes_in_step:
+            return cls(autoencoder, size, shape)
+        draws: dict[str, Any] = {"horizontal_flip": facts.mirrored, "augmentation": facts.augmentation}
+        return LatentsInStep(autoencoder, size, shape, **draws)
+
+    @classmethod
+    def _of_teacher(cls, teacher: "Latents", autoencoder: Autoencoder) -> "Latents":
+        """Return the space of the stored latents that a teacher generates."""
         if teacher.autoencoder.fingerprint != autoencoder.fingerprint:
             raise UsageError(f"`autoencoder` {autoencoder.name} is not the teacher's autoencoder: leave it out")
-        teacher.autoencoder = autoencoder  # its folder may have moved
-        return teacher
+        # The folder of the autoencoder may have moved since the teacher was trained.
+        return Latents(autoencoder, teacher.image_size, teacher.shape, mean=teacher.mean, std=teacher.std)
 
     @property
     @override
@@ -171,7 +181,7 @@ class EncodedPictures(Pictures):
         return self.space.latents_of(data)
 
     @override
-    def rows(self, dataset: Any, *, mirrored: bool) -> tuple[Any, Space]:
+    def rows(self, dataset: Any, *, mirrored: bool, recorded: Space | None = None) -> tuple[Any, Space]:
         """Return the latents of all pictures and of their sources, and the space with the scales of the latents."""
         autoencoder, source = self.space.autoencoder, dataset.source
         latents = encode_pictures(ImageDataset(dataset.path), autoencoder, mirrored=mirrored)
@@ -215,6 +225,7 @@ LATENTS_FILE = "latents.float16"
 LATENTS_VERSION = 3
 BATCH_SIZE = 16
 ROWS_AT_ONCE = 256
+Values64 = np.ndarray[Any, np.dtype[np.float64]]
 
 
 class LatentDataset(StoreDataset):
@@ -228,7 +239,7 @@ class LatentDataset(StoreDataset):
 
 
 def channel_scales(file: Path, length: int, shape: Sequence[int]) -> tuple[list[float], list[float]]:
-    """Measure mean and standard deviation of each channel of latents, to 4 digits.
+    """Measure mean and standard deviation of each channel of stored latents.
 
     The file has ``length`` rows ``[v, k, c, h, w]``. The first variant alone counts, so that the scales are the same
     with mirror images and without.
@@ -239,7 +250,11 @@ def channel_scales(file: Path, length: int, shape: Sequence[int]) -> tuple[list[
         some = rows[start : start + ROWS_AT_ONCE, 0].astype(np.float64)
         sums[0] += some[:, 0].sum(axis=(0, 2, 3))
         sums[1] += (some**2).sum(axis=(0, 1, 3, 4))  # squares of the mean and, unless deterministic, of the std
-    mean, square = sums / (length * shape[3] * shape[4])
+    return scales_of(*(sums / (length * shape[3] * shape[4])))
+
+
+def scales_of(mean: Values64, square: Values64) -> tuple[list[float], list[float]]:
+    """Return mean and standard deviation of each channel, to 4 digits, from the means of values and of squares."""
     std = np.sqrt(np.maximum(square - mean**2, 0))
     return [float(f"{m:.4g}") for m in mean], [float(f"{s:.4g}") or 1.0 for s in std]
 

@@ -93,12 +93,13 @@ class Medium:
         """Convert results of :meth:`read`, or stored pictures, to data as the space stores them, ``[b, ...]``."""
         return data
 
-    def rows(self, dataset: Any, *, mirrored: bool) -> tuple[Any, "Space"]:
+    def rows(self, dataset: Any, *, mirrored: bool, recorded: "Space | None" = None) -> tuple[Any, "Space"]:
         """Return the rows that a flow is trained on, and the space of these rows. Collective.
 
         Args:
             dataset: the data of a run; it is the result unless the space stores the data in another form.
             mirrored: whether training mirrors half of the pictures.
+            recorded: the space that the run has recorded, if it resumes.
 
         Raises:
             UsageError: if the data cannot be encoded, or the store cannot be written.
