@@ -63,8 +63,9 @@ class DataConfig(Flags):
     """Train on latents of an autoencoder: small (in the package), a diffusers folder or hub id, or a registered one."""
     horizontal_flip: bool = True
     """Mirror half of the training images."""
-    augment: Annotated[Probability, flag(fixes_size=True)] = 0.0
-    """Probability of each augmentation; the network is conditioned on it. Try 0.15 on small data."""
+    augment: Probability = 0.0
+    """Probability of each augmentation; the network is conditioned on it. Try 0.15 on small data. Latents are augmented
+    with --autoencoder small only."""
     holdout: Annotated[Fraction, flag(for_pictures=True)] = 0.0
     """Fraction of the images to hold out, to detect memorisation."""
     data_seed: Annotated[Seed | None, default_is("--seed of the run's first start")] = None

@@ -36,8 +36,8 @@ class Autoencoder(ABC):
     fingerprint: str
     """A hash that differs between autoencoders that encode differently."""
     encodes_in_step: ClassVar[bool] = False
-    """Whether encoding costs little beside a training step, so that each step encodes its pictures. ``encode`` must then
-    return no standard deviation. Otherwise, all pictures are encoded once, before the training."""
+    """Whether encoding costs so little that each training step encodes its pictures, instead of all pictures before the
+    training. ``encode`` must then return no standard deviation."""
 
     @abstractmethod
     def encode(self, pictures: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -17,7 +17,7 @@ from rectified_flow.parts import name_of
 from rectified_flow.runs import checkpoint
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.training.speed import Speed
-from tests.extension import own_transformer  # noqa: F401 -- it registers the network
+from tests.extension import own_autoencoder, own_transformer  # noqa: F401 -- they are registered
 from tests.programs import OwnPictures, Sizes, planned
 
 FAST, SLOW = 1e6, 2e4
@@ -66,7 +66,11 @@ def test_small_pictures_are_not_enlarged(largest: tuple[int, int], words: str, s
         *((300, 1e3, "", (256, "small")), (300, 1e2, "", (128, "small")), (300, 1, "", (32, ""))),
         *((40, 1e3, "", (32, "")), (16, 1e3, "", (16, ""))),
         *((300, 1e3, "--image_size 32", (32, "")), (300, 1e3, "--autoencoder small", (64, "small"))),
-        *((300, 1e3, "--alpha", (64, "")), (300, 1e3, "--train_num_steps 9", (64, ""))),
+        *(
+            (300, 1e3, "--alpha", (64, "")),
+            (300, 1e3, "--augment 0.3", (256, "small")),
+            (300, 1e3, "--train_num_steps 9", (64, "")),
+        ),
         *((128, 1e3, "--init_from none", (128, "small")), (128, 1e3, "--init_from runs/other", (64, ""))),
         (100, 1e3, "--use_cfg --method mean_flow --guidance_scale 2 --batch_size 3", (128, "small")),
     ],
@@ -78,11 +82,11 @@ def test_the_size_of_the_pictures(side: int, rate: float, words: str, chosen: tu
     assert (data.image_size, name_of(data.autoencoder)) == chosen
 
 
-@pytest.mark.parametrize(("count", "side", "images"), [(200, 128, 192_000), (999, 128, 399_600), (1001, 256, 400_400)])
+@pytest.mark.parametrize(("count", "side", "images"), [(190, 128, 192_000), (399, 128, 399_000), (401, 256, 401_000)])
 def test_the_size_depends_on_the_images_that_the_run_may_process(
     count: int, side: int, images: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A run on latents ends after 400 passes over the pictures, or 192,000 images; 256 px need 400,000."""
+    """A run that augments ends after 1,000 passes over the pictures, or 192,000 images; 256 px need 400,000."""
     with patch.object(facts, "measure_speed", lambda *_: Speed(1e3)):
         assert recipe_of("", OwnPictures([(300, 300)] * count)).data.image_size == side
     assert f"about {images:,} images in 60 minutes" in capsys.readouterr().out
@@ -140,7 +144,7 @@ def test_flags_override_it() -> None:
     flags = chosen(800, "--augment 0 --stop_when_memorising")
     assert (flags["augment"], flags["stop_when_memorising"], flags["holdout"]) == (0, True, 0.05)
     assert chosen(800, "--holdout 0.2")["holdout"] == 0.2
-    assert chosen(800, "--autoencoder small")["augment"] == 0
+    assert [chosen(400, f"--autoencoder {name}")["augment"] for name in ("small", "Haar")] == [0.15, 0]
     given = chosen(800, "--dim 40 --batch_size 24 --learning_rate 1e-4 --ema_decay 0.5 --sample_every 7")
     assert (given["dim"], given["dim_mults"]) == (40, [1, 2, 3, 4]), "one's own network is left as it is"
     assert (given["batch_size"], given["global_batch_size"]) == (24, None)
@@ -198,8 +202,8 @@ def test_stratified_times_are_not_chosen_for_other_flows_or_times() -> None:
         (TrainConfig, "--mixed_precision no --batch_size 4", {"precisions": ("no",), "batch": 4}),
         (TrainConfig, "--image_size 24", {"starter": "unsuited", "sides": (24, 24), "augment": 0.15}),
         (TrainConfig, "--init_from starter --augment 0.3", {"starter": "requested", "augment": 0.3}),
-        (TrainConfig, "--autoencoder Other", {"starter": "unsuited", "augment": 0}),
-        (TrainConfig, "--autoencoder small", {"starter": "suited", "latents": True, "augment": 0}),
+        (TrainConfig, "--autoencoder Haar", {"starter": "unsuited", "augment": 0}),
+        (TrainConfig, "--autoencoder small", {"starter": "suited", "latents": True, "augment": 0.15}),
         (TrainConfig, "--autoencoder small --init_from none", {"starter": "unsuited"}),
         (TrainConfig, "--autoencoder small --image_size 256", {"starter": "unsuited", "sides": (32, 32)}),
         *(
@@ -228,7 +232,7 @@ def test_the_facts_of_a_run(kind: type[TrainConfig], words: str, expected: dict[
     words = f"{'' if '--dataset' in words else '--dataset_path pictures'} {words}"
     settings: Settings[TrainConfig] = read_settings(kind, "", words.split())
     data = settings.values.data
-    space = build_space(data) if data.starter == "small" else Pixels()
+    space = build_space(data) if data.starter in ("small", "Haar") else Pixels()
     with patch.object(plan, "plan") as made, patch.object(facts, "network_of_origin", lambda *_: ({}, "")):
         made.return_value = plan.Plan({}, {})
         train.with_plan(settings, "1h", 800, {}, space)

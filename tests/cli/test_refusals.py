@@ -15,6 +15,7 @@ UNET = "--image_size 8 --dim 8 --dim_mults 1 2 --global_batch_size 16 --train_nu
 FLOWERS = f"--dataset synthetic-flowers {UNET} --output_dir {{tmp}}/run"
 BROKEN = f"--dataset_path {{tmp}}/broken {UNET}"
 OUTPUT = "--output_dir {tmp}/out"
+HAAR = "--autoencoder Haar --import tests.extension.own_autoencoder"
 PICTURES = f"--dataset_path {{pictures.data}}/pictures {UNET} --output_dir {{tmp}}/run"
 COLUMNS = f"--dataset_path {{columns.data}}/columns {UNET} --output_dir {{tmp}}/run"
 TRANSLATION = f"--dataset_path {{paired.data}}/to {UNET} --output_dir {{tmp}}/run"
@@ -34,7 +35,7 @@ REFUSALS: dict[tuple[str, str], list[tuple[str, str]]] = {
             "--image_size 12 cannot be halved as often as --autoencoder small does",
         ),
         ("--image_size 24 --autoencoder small", "--image_size 24 gives the network inputs of 3, not divisible by 2"),
-        ("--image_size 16 --autoencoder small --crop random", "--crop random has no effect with --autoencoder"),
+        (f"--image_size 16 {HAAR} --crop random", "--crop random has no effect with this --autoencoder"),
         ("--teacher_steps 7", "--teacher_steps needs --teacher"),
         ("--evaluation_samples 50", "--evaluation_samples needs --evaluate_every"),
     ],
@@ -43,7 +44,7 @@ REFUSALS: dict[tuple[str, str], list[tuple[str, str]]] = {
     (TRAIN, BROKEN): [
         ("--output_dir {labels.one} --resume never", "checkpoints already holds checkpoints"),
         ("--output_dir {tmp}/new --init_from {tmp}/old", "there is no checkpoint at"),
-        ("--output_dir {tmp}/new --augment 0.1 --autoencoder small", "--autoencoder and --augment exclude each other"),
+        (f"--output_dir {{tmp}}/new --augment 0.1 {HAAR}", "--augment has no effect on Latents: leave it out"),
         ("--output_dir {tmp}/new --holdout 0.1 --method reflow --teacher {tmp}/run", "--teacher and --holdout exclude"),
         ("--output_dir {tmp}/new", "broken image {tmp}/broken/1.png ("),
     ],

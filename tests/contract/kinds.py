@@ -20,7 +20,7 @@ from tests.text.tiny_encoder import write_encoder
 COUNT, SIDE = 24, 8
 UNET = "--image_size 8 --dim 8 --dim_mults 1"
 PLAIN = f"{UNET} --augment 0 --holdout 0"
-LATENT = "--image_size 16 --autoencoder small --dim 8 --dim_mults 1 --augment 0 --holdout 0"
+LATENT = "--image_size 16 --autoencoder small --dim 8 --dim_mults 1 --augment 0.3 --crop random --holdout 0"
 SCHEDULE = (
     "--global_batch_size 8 --learning_rate 1e-2 --lr_warmup_steps 2 --ema_decay 0.9"
     " --save_every 2 --log_every 1 --train_num_steps 4 --num_samples 3 --sample_steps 2"
