@@ -1,8 +1,9 @@
 """Latents in the step: stored pictures, which each training step augments and encodes."""
 
+from collections.abc import Sequence
 from copy import copy
 from math import ceil
-from typing import Any, Self
+from typing import Self, TypeVar
 
 import torch
 from accelerate import PartialState
@@ -10,6 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from rectified_flow.condition import Values
+from rectified_flow.data.store import StoreDataset
 from rectified_flow.distributed import on_main
 from rectified_flow.latents.autoencoders import Autoencoder
 from rectified_flow.latents.space import EncodedPictures, Latents, scales_of
@@ -18,6 +20,7 @@ from rectified_flow.spaces.pictures import ENTRY
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.spaces.space import Shape, Space, with_augmentation
 
+D = TypeVar("D", bound=StoreDataset)
 AT_ONCE = 64
 MEASURED = 512  # largest number of pictures whose latents are measured, in less than 2 s on one core at 128 px
 
@@ -49,7 +52,7 @@ class LatentsInStep(Latents):
         *,
         horizontal_flip: bool = False,
         augmentation: float = 0.0,
-        **scale: Any,
+        **scale: Sequence[float],
     ) -> None:
         super().__init__(autoencoder, image_size, shape, **scale)
         self.horizontal_flip, self.augmentation = horizontal_flip, augmentation
@@ -89,19 +92,20 @@ class PicturesInStep(EncodedPictures):
         return data
 
     @override
-    def rows(self, dataset: Any, *, mirrored: bool, recorded: Space | None = None) -> tuple[Any, Space]:
+    def rows(self, dataset: D, *, mirrored: bool, recorded: Space | None = None) -> tuple[D, Space]:
         """Return the pictures themselves, and the space with the recorded scale, or that of a sample of them."""
         if isinstance(recorded, LatentsInStep):
             return dataset, self.space.scaled(list(recorded.mean), list(recorded.std))
         return dataset, self.space.scaled(*on_main(PartialState(), lambda: self._scales(dataset)))
 
     @torch.no_grad()
-    def _scales(self, dataset: Any) -> tuple[list[float], list[float]]:
+    def _scales(self, dataset: StoreDataset) -> tuple[list[float], list[float]]:
         """Measure mean and standard deviation of each channel of the latents of pictures spread over a dataset."""
-        sums: Any = 0.0
+        sums = torch.zeros(2, *(self.space.shape or ())[:1], dtype=torch.float64)
         chosen = range(0, len(dataset), ceil(len(dataset) / MEASURED))
         for first in range(0, len(chosen), AT_ONCE):
             images = dataset.read_batch(chosen[first : first + AT_ONCE])[self.space.key]
             latents = self.space.latents_of(images.to(PartialState().device))[:, 0, 0].double()
             sums = sums + torch.stack([(latents**power).mean(dim=(2, 3)).sum(dim=0) for power in (1, 2)]).cpu()
-        return scales_of(*(sums / len(chosen)).numpy())
+        mean, square = (sums / len(chosen)).tolist()
+        return scales_of(mean, square)

@@ -1,10 +1,10 @@
 """Latents: data as a frozen autoencoder encodes them, which a store keeps, normalised for a flow to work on."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -97,9 +97,11 @@ class Latents(StoredLatents):
         scale: ``mean`` and ``std`` of each channel.
     """
 
-    uses = ("autoencoder",)
+    uses: ClassVar[Collection[str]] = ("autoencoder",)
 
-    def __init__(self, autoencoder: Autoencoder, image_size: int, shape: Shape | None = None, **scale: Any) -> None:
+    def __init__(
+        self, autoencoder: Autoencoder, image_size: int, shape: Shape | None = None, **scale: Sequence[float]
+    ) -> None:
         super().__init__(shape or autoencoder.shape_of(image_size)[1:], **scale)
         self.autoencoder: Autoencoder = autoencoder
         self.image_size = image_size
@@ -120,8 +122,7 @@ class Latents(StoredLatents):
         size, shape = min(sides), autoencoder.shape_of(*sides)[1:]
         if not autoencoder.encodes_in_step:
             return cls(autoencoder, size, shape)
-        draws: dict[str, Any] = {"horizontal_flip": facts.mirrored, "augmentation": facts.augmentation}
-        return LatentsInStep(autoencoder, size, shape, **draws)
+        return LatentsInStep(autoencoder, size, shape, horizontal_flip=facts.mirrored, augmentation=facts.augmentation)
 
     @classmethod
     def _of_teacher(cls, teacher: "Latents", autoencoder: Autoencoder) -> "Latents":
@@ -225,7 +226,6 @@ LATENTS_FILE = "latents.float16"
 LATENTS_VERSION = 3
 BATCH_SIZE = 16
 ROWS_AT_ONCE = 256
-Values64 = np.ndarray[Any, np.dtype[np.float64]]
 
 
 class LatentDataset(StoreDataset):
@@ -250,12 +250,13 @@ def channel_scales(file: Path, length: int, shape: Sequence[int]) -> tuple[list[
         some = rows[start : start + ROWS_AT_ONCE, 0].astype(np.float64)
         sums[0] += some[:, 0].sum(axis=(0, 2, 3))
         sums[1] += (some**2).sum(axis=(0, 1, 3, 4))  # squares of the mean and, unless deterministic, of the std
-    return scales_of(*(sums / (length * shape[3] * shape[4])))
+    mean, square = (sums / (length * shape[3] * shape[4])).tolist()
+    return scales_of(mean, square)
 
 
-def scales_of(mean: Values64, square: Values64) -> tuple[list[float], list[float]]:
+def scales_of(mean: Sequence[float], square: Sequence[float]) -> tuple[list[float], list[float]]:
     """Return mean and standard deviation of each channel, to 4 digits, from the means of values and of squares."""
-    std = np.sqrt(np.maximum(square - mean**2, 0))
+    std = (max(s - m**2, 0.0) ** 0.5 for m, s in zip(mean, square, strict=True))
     return [float(f"{m:.4g}") for m in mean], [float(f"{s:.4g}") or 1.0 for s in std]
 
 

@@ -67,7 +67,8 @@ def open_data(settings: Settings[OneStepConfig]) -> Any:
     """Draw the data of a teacher, unless they are there, and return them."""
     values, request = request_of(settings)
     pictures: Any = data_of(values.data, values.source, values.columns).open()
-    return open_distilled(request, pictures, (0.0, 0), values.run.mixed_precision or "no")
+    space = request.space_of_teacher()
+    return open_distilled(request, pictures, space, (0.0, 0), values.run.mixed_precision or "no")
 
 
 def draw(method: str, teacher: Path, output_dir: Path, **flags: Any) -> Path:

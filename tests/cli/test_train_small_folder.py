@@ -19,6 +19,7 @@ from rectified_flow.data.report import sentences
 from rectified_flow.data.sources.synthetic_flowers import SyntheticFlowers
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.data.store_writer import open_store
+from tests.extension import own_autoencoder  # noqa: F401 -- it is registered
 from tests.programs import assert_refused, printed
 from tests.ranks import run_on_ranks
 from tests.training.runs import losses, tiny_dataset
@@ -142,7 +143,7 @@ def test_columns_that_the_network_gets_and_those_that_it_does_not_get(pictures: 
 
 def test_a_dry_run_writes_the_sheet_beside_the_store_and_a_run_into_its_folder(one_each: Path, tmp_path: Path) -> None:
     """The latents of a dry run are not stored, but computed for the sheet; those of a run have half precision."""
-    flags = f"{TINY} --image_size 16 --autoencoder small --dataset_path {one_each} --holdout 0"
+    flags = f"{TINY} --image_size 16 --autoencoder Haar --dataset_path {one_each} --holdout 0"
     flags += f" --cache_dir {tmp_path}/cache --output_dir {tmp_path}/run"
     [said] = run_on_ranks(1, printed, f"{flags} --dry_run")
     [sheet] = (tmp_path / "cache").glob("*-data.png")
