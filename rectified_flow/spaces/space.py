@@ -30,7 +30,7 @@ class DataFacts:
     mirrored: bool = False
     """Whether training mirrors half of the data."""
     augmentation: float = 0.0
-    """Probability of each change that augmentation makes; not 0 only for a space that uses ``augmentation``."""
+    """Probability of each change that augmentation makes; if it is not 0, the space has to use ``augmentation``."""
     autoencoder: Sequence[str] = ()
     """Name and arguments of an autoencoder; given only to a space that uses ``autoencoder``."""
     stored: "Space | None" = None
