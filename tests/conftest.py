@@ -23,9 +23,13 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-SLOWEST = ("launch/", "contract/", "training/", "test_docs", "test_user_files")
+SLOWEST = (
+    *("launch/", "test_docs", "test_onnx", "mission/", "examples/", "contract/", "test_fuzz", "test_rooms"),
+    *("training/", "test_user_files"),
+)
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook, and would find none
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Group the tests that share runs, and begin with the slowest files, so that none is left alone at the end."""
     items.sort(key=lambda item: not any(part in item.nodeid for part in SLOWEST))
