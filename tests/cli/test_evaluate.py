@@ -21,7 +21,7 @@ from rectified_flow.runs.checkpoint import FLOW_FILE
 from tests.evaluation.runs import COUNT, pictures_of, save_run
 from tests.programs import call, constant_frechet_distance
 from tests.ranks import run_on_ranks
-from tests.test_load import FLOWS
+from tests.tiny_flows import FLOWS
 
 
 @pytest.fixture(scope="module")
