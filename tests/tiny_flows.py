@@ -109,7 +109,7 @@ class Additive(nn.Module):
         """Return ``[b, 3, h, w]``."""
         hidden = self.into(x) + self.times(torch.stack((t, t if r is None else r), dim=1))[:, :, None, None]
         for name, kind in self.conditions.items():
-            values = conditions[name] if name in conditions else kind.none(len(x), x.device)
+            values = conditions[name] if name in conditions else kind.none(x.shape[0], x.device)
             embedded = self.embeddings[f"of_{name}"](values)
             hidden = hidden + (embedded if embedded.ndim == 4 else embedded[:, :, None, None])
         return self.out(hidden.relu())
