@@ -52,8 +52,6 @@ class Kind:
         export: the sentence by which export.py refuses the kind, or "" if it exports the file.
         one_step: the sentence by which the one-step program refuses the run as a teacher, "" if it learns from it, or
             None if the network of the run takes no second time.
-        is_converted: whether the test of export.py converts the network to ONNX, which takes seconds; with the other
-            kinds it writes a placeholder (:func:`tests.programs.stand_in`).
         resumed_on: number of processes of the run that is resumed.
         slow: the contracts that are slow tests for this kind, because another kind calls the same code.
     """
@@ -72,7 +70,6 @@ class Kind:
     exported: str = "index.html"
     export: str = ""
     one_step: str | None = ""
-    is_converted: bool = False
     resumed_on: Literal[1, 2] = 2
     slow: tuple[str, ...] = ()
 
@@ -204,7 +201,6 @@ KINDS: dict[str, Kind] = {
         sample="--num_samples 3 --steps 2 --set size=3",
         preview_is_grid=False,  # it has captions below
         scores=("size_correlation", "parity_accuracy"),
-        is_converted=True,
     ),
     "latents": Kind(
         f"--dataset_path {{data}}/pictures {LATENT} --aspect_ratio 2:1",
@@ -261,7 +257,6 @@ KINDS: dict[str, Kind] = {
         "own_network",
         "--dataset squares --image_size 8 --use_cfg --network TwoConvolutions width=8",
         calls=("resume", "sample", "export"),
-        is_converted=True,
     ),
     "own adapter": guest(
         "own_adapter",
