@@ -42,7 +42,7 @@ def join_processes() -> PartialState:
     if not cpu and 0 < gpus < here:
         raise UsageError(f"there are more processes than the {gpus} GPUs of this machine: start at most {gpus}")
     if any(parse_flag_from_env(f"ACCELERATE_USE_{name}") for name in SHARDING):
-        raise UsageError("FSDP, DeepSpeed and Megatron-LM are not supported: launch with --multi_gpu")
+        raise UsageError("FSDP, DeepSpeed and Megatron-LM are not supported: launch with the type MULTI_GPU")
     if os.environ.keys() >= {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} and not dist.is_initialized():
         # Accelerate adopts this group, whose second backend communicates without waiting for the devices.
         device = None if cpu else torch.accelerator.current_accelerator()
@@ -71,14 +71,14 @@ def check_equal(state: Accelerator | PartialState, facts: Callable[[], Mapping[s
 
 
 def check_shared(state: Accelerator | PartialState, output_dir: Path) -> None:
-    """Check that all processes see the files that the main one writes into ``--output_dir``. Collective."""
+    """Check that all processes see the files that the main one writes into ``output_dir``. Collective."""
     if state.num_processes == 1:
         return
     # A process that is killed leaves an empty hidden file.
     probe = output_dir / on_main(state, lambda: f".shared.{token_hex(4)}.tmp")
     try:
         on_main(state, probe.touch)
-        check_equal(state, lambda: {"access to the files of rank 0 in --output_dir": probe.exists()})
+        check_equal(state, lambda: {"access to the files of rank 0 in `output_dir`": probe.exists()})
     finally:
         if state.is_main_process:
             probe.unlink(missing_ok=True)

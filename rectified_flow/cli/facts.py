@@ -16,6 +16,7 @@ from rectified_flow.cli.config import STARTER, DataConfig, InitConfig, Method, N
 from rectified_flow.cli.data import build_space, can_augment
 from rectified_flow.cli.distill import DistillationData, Recipe, recipe_of
 from rectified_flow.cli.record import recorded_flags
+from rectified_flow.cli.settings import command_line
 from rectified_flow.data.framing import Crop
 from rectified_flow.data.sources import ImageSource
 from rectified_flow.data.sources.folder import FileFolder
@@ -23,7 +24,7 @@ from rectified_flow.data.sources.huggingface import HuggingFaceSource
 from rectified_flow.data.sources.synthetic_flowers import SYNTHETIC_FLOWERS
 from rectified_flow.distributed import on_main
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import command_line, values_of
+from rectified_flow.flags import values_of
 from rectified_flow.flows.flow import Flow
 from rectified_flow.load import autocast
 from rectified_flow.networks.network import to_device

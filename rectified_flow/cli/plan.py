@@ -12,8 +12,8 @@ from math import ceil, inf, log2
 from typing import Any, Literal, NamedTuple
 
 from rectified_flow.cli.config import Method, seconds_of
+from rectified_flow.cli.settings import command_line
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import command_line
 from rectified_flow.networks.network import Network
 from rectified_flow.networks.unet import Unet
 from rectified_flow.runs.checkpoint import EARLY

@@ -168,6 +168,19 @@ def _parsed(config_class: type[C], description: str, arguments: Sequence[str], *
         raise
 
 
+def command_line(flags: Mapping[str, Any]) -> list[str]:
+    """Return the words that set these flags on a command line; None and empty lists leave a flag out."""
+    words: list[str] = []
+    for name, value in flags.items():
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no_{name}")
+        elif isinstance(value, list | tuple):
+            words += [f"--{name}", *map(str, value)] if value else []
+        elif value is not None:
+            words += [f"--{name}", str(value)]
+    return words
+
+
 def check_rules(config: Any, given: Collection[str]) -> None:
     """Check the relations between the flags of a program."""
     rules, defaults = rules_of(type(config)), defaults_of(type(config))

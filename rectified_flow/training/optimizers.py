@@ -154,17 +154,17 @@ class Muon(torch.optim.Optimizer):
 
 
 def find_optimizer(config: TrainingConfig, *, fused: bool) -> BuildOptimizer:
-    """Return the builder of the registered optimizer that ``--optimizer`` names, with the flags of the run.
+    """Return the builder of the registered optimizer that the flag ``optimizer`` names, with the flags of the run.
 
     A registered builder takes the trained parameters with their names. It gets the peak learning rate ``lr`` and
-    ``fused`` if it has a parameter for them, and the arguments of ``--optimizer``.
+    ``fused`` if it has a parameter for them, and the arguments of that flag.
     """
     choice = choose("optimizer", "optimizer", config.optimizer)
     return lambda parameters: choice.build(parameters=parameters, lr=config.learning_rate, fused=fused)
 
 
 def build_schedule(config: TrainingConfig) -> LrSchedule:
-    """Build the schedule of a linear warm-up, and then the decay that ``--lr_decay`` names.
+    """Build the schedule of a linear warm-up, and then the decay that ``lr_decay`` names.
 
     ``cosine`` falls to 0 at the run's last update (Loshchilov & Hutter 2017, arXiv:1608.03983, eq. 5, no restarts).
     ``rsqrt`` falls with the square root of the updates, from the end of the warm-up on (Vaswani et al. 2017,

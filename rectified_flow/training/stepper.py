@@ -108,7 +108,7 @@ class TrainingState(checkpoint.Counters):
             largest = get_total_norm([value for value in tensors.values() if value.is_floating_point()], torch.inf)
             if not largest <= LARGEST_WEIGHT:
                 exploded = f"the weights exploded by step {self.step} (the largest is {largest:.1e}) and are not saved"
-                raise RunError(f"{exploded}: lower --learning_rate, or clip gradients with --max_grad_norm")
+                raise RunError(f"{exploded}: lower `learning_rate`, or clip gradients with `max_grad_norm`")
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """Return the tensors of a checkpoint by file; frozen parameters are in the model's file only."""
@@ -141,7 +141,7 @@ class TrainingState(checkpoint.Counters):
             self.ema.step.fill_(saved.ema_step or 0)
         optimizer = type(self.optimizer.optimizer).__name__
         if saved.optimizer != optimizer:
-            raise UsageError(f"{path} was trained by {saved.optimizer}, not {optimizer}: choose another --output_dir")
+            raise UsageError(f"{path} was trained by {saved.optimizer}, not {optimizer}: choose another `output_dir`")
         self._load_moments(checkpoint.load_tensors(path, OPTIMIZER_FILE) | saved.optimizer_numbers)
         if self.optimizer.scaler is not None and saved.grad_scaler is not None:
             self.optimizer.scaler.load_state_dict(saved.grad_scaler)
@@ -320,7 +320,7 @@ class Stepper:
         self.report(gather_object(mine) or list(positions))
         if state.bad_in_a_row >= MAX_SKIPPED:
             bad = f"{state.bad_in_a_row} steps in a row had no finite loss or gradient, up to step {state.step}"
-            raise RunError(f"{bad}: lower --learning_rate, or inspect the items in bad_steps.jsonl")
+            raise RunError(f"{bad}: lower `learning_rate`, or inspect the items in bad_steps.jsonl")
 
 
 class _AsyncBool:

@@ -147,7 +147,7 @@ class Trainer:
                 self.total_steps = self.config.total_steps(self.batch, self.length, state.step, state.images_seen)
             if self.state.step >= self.total_steps:
                 text = f"already trained {self.state.step} of {self.total_steps} steps ({path})"
-                self.run.print(f"{text}; raise --train_num_steps or --num_epochs to continue")
+                self.run.print(f"{text}; raise `train_num_steps` or `num_epochs` to continue")
                 distributed.on_main(self.accelerator, self.run.write_status)
                 return True
             with explain_loader_errors(), self.run.opened():
@@ -312,7 +312,7 @@ def choose_precision(config: TrainingConfig, device: torch.device) -> str:
     fastest = "bf16" if made_for_bf16 else "no"
     precision = config.mixed_precision or (inherited or fastest).lower()
     if device.type == "cpu" and precision == "fp16":
-        raise UsageError("--mixed_precision fp16 needs a GPU: on a CPU pass bf16 or no")
+        raise UsageError("`mixed_precision` fp16 needs a GPU: on a CPU pass bf16 or no")
     return precision
 
 
