@@ -72,11 +72,17 @@ def test_the_recorded_flags_give_the_same_run(pictures: Path, tmp_path: Path) ->
     assert losses(tmp_path / "planned") == losses(tmp_path / "again")
 
 
+def train_with(module: str, words: str) -> None:
+    """Train with the custom parts of a module."""
+    import_module(module)
+    train(f"{words} --import {module}")
+
+
 def test_a_transformer_of_ones_own_is_planned_and_trained(pictures: Path, tmp_path: Path) -> None:
     """The plan chooses its width, its layers and its patches, which the run records and builds."""
     words = f"--dataset_path {pictures} --cache_dir {tmp_path}/cache --image_size 32 --num_samples 0 --save_every 0"
-    words += " --import tests.extension.own_transformer --network PatchTransformer --log_every 1"
-    run_on_ranks(1, train, f"{words} --budget 2s --output_dir {tmp_path}/run")
+    words += f" --network PatchTransformer --log_every 1 --budget 2s --output_dir {tmp_path}/run"
+    run_on_ranks(1, train_with, "tests.extension.own_transformer", words)
     flags = flags_of(tmp_path / "run")
     assert flags["network"] == ["PatchTransformer", "width=32", "layers=3", "patch=2"]
     assert len(losses(tmp_path / "run")) == flags["train_num_steps"] > 1
