@@ -116,13 +116,18 @@ def on_main(accelerator: Accelerator | PartialState, action: Callable[[], T]) ->
 
 def any_rank(accelerator: Accelerator | PartialState, value: bool) -> bool:
     """Return whether ``value`` is true on any process, without waiting for the devices."""
+    return bool(largest(accelerator, int(value)))
+
+
+def largest(accelerator: Accelerator | PartialState, value: int) -> int:
+    """Return the largest ``value`` of all processes, without waiting for the devices."""
     if accelerator.num_processes == 1:
         return value
     # A group that was created elsewhere may have no backend for the CPU.
     device = "cpu" if "cpu:" in dist.get_backend_config() else accelerator.device
-    vote = torch.tensor(int(value), device=device)
+    vote = torch.tensor(value, device=device)
     dist.all_reduce(vote, dist.ReduceOp.MAX)
-    return bool(vote)
+    return int(vote)
 
 
 def gather_scalars(accelerator: Accelerator, values: dict[str, Tensor]) -> dict[str, list[float]]:

@@ -19,8 +19,11 @@ BuildOptimizer = Callable[[NamedParameters], torch.optim.Optimizer]
 The learning rates of the optimizer's groups are the peaks of the schedule. Its state is saved by the names of the
 parameters, and may consist of tensors, numbers and None.
 """
-LrSchedule = Callable[[int, int], float]
-"""The factor of the learning rates at the update after ``updates`` updates, in a run of ``total`` of them."""
+LrSchedule = Callable[[float, int], float]
+"""The factor of the learning rates at the update after ``updates`` updates, in a run of ``total`` of them.
+
+In a run with a clock, ``total`` is the planned number, and ``updates`` may be a fraction.
+"""
 
 
 @register(role="optimizer")
@@ -172,7 +175,7 @@ def build_schedule(config: TrainingConfig) -> LrSchedule:
     """
     warmup = config.lr_warmup_steps
 
-    def factor(updates: int, total: int) -> float:
+    def factor(updates: float, total: int) -> float:
         rise = min(1.0, (updates + 1) / max(1, warmup))
         if config.lr_decay == "cosine":
             share = max(0, updates - warmup) / max(1, total - warmup)

@@ -42,6 +42,8 @@ from rectified_flow.flows.flow import network_of
 from rectified_flow.randomness import BatchRows, deterministic
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.training.clock import Pace
+from rectified_flow.training.optimizers import LrSchedule
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 LARGEST_WEIGHT = 1e6
@@ -224,7 +226,8 @@ class Stepper:
         state: the state of the run, which the steps change.
         batch: the global batch.
         config: the flags of the run.
-        schedule: the factor of the learning rates after a number of updates.
+        schedule: the factor of the learning rates after a number of updates of all updates.
+        pace: returns the position of the run in its plan.
         report: called on every rank with the positions of the items that may have caused a skipped step.
     """
 
@@ -235,11 +238,12 @@ class Stepper:
         state: TrainingState,
         batch: GlobalBatch,
         config: TrainingConfig,
-        schedule: Callable[[int], float],
+        schedule: LrSchedule,
+        pace: Callable[[], Pace],
         report: Callable[[list[int]], object],
     ) -> None:
         self.accelerator, self.wrapped, self.state, self.batch = accelerator, wrapped, state, batch
-        self.config, self.schedule, self.report = config, schedule, report
+        self.config, self.schedule, self.pace, self.report = config, schedule, pace, report
         optimizer = state.optimizer
         self.peak_rates = [group["lr"] for group in optimizer.param_groups]
         # A fused update reads whether the gradient is finite before it changes anything; a scaler has its own flag.
@@ -256,7 +260,8 @@ class Stepper:
                 number = torch.as_tensor(value, device=losses[-1].device).detach()
                 values[name] = values.get(name, 0) + number / self.batch.accumulation
         self.finish_pending()
-        factor = self.schedule(state.updates)
+        pace = self.pace()
+        factor = self.schedule(pace.position(state.updates), pace.planned)
         for group, peak in zip(optimizer.param_groups, self.peak_rates, strict=True):
             group["lr"] = peak * factor
         norm = self.accelerator.clip_grad_norm_(state.parameters.values(), self.config.max_grad_norm or torch.inf)
@@ -284,6 +289,8 @@ class Stepper:
             for name, value in pending.values.items():
                 state.sums[name] = state.sums.get(name, 0) + value  # without a wait for the device
             if state.ema is not None:
+                # The time constant is a share of the run: it is planned in steps of the plan.
+                state.ema.beta = self.config.ema_decay ** self.pace().stretch(state.step)
                 state.ema.update()
         else:
             bad_loss = any_rank(self.accelerator, not all(torch.isfinite(loss) for loss in pending.losses))
