@@ -88,8 +88,8 @@ def unet_with(attention_sides: tuple[int, ...] | None = None, **conditions: Cond
 
 def flow_with_conditions() -> Flow:
     caption = Caption(BagOfWords(("red", "flower", "two")), 3, 0, ("a red flower", "two"))
-    conditions = {"text": caption, "size": Number((0.0, 1.5, 8.0)), "species": Labels(2, ("cat", "dog"))}
-    return RectifiedFlow(unet_with(**conditions), space=Pixels((3, 8, 8)))
+    network = unet_with(text=caption, size=Number((0.0, 1.5, 8.0)), species=Labels(2, ("cat", "dog")))
+    return RectifiedFlow(network, space=Pixels((3, 8, 8)))
 
 
 @register

@@ -19,9 +19,9 @@ from rectified_flow.cli.plan import (
     network_flags,
     plan,
 )
-from rectified_flow.cli.settings import read_settings
+from rectified_flow.cli.settings import command_line, read_settings
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import command_line, recorded
+from rectified_flow.flags import recorded
 from rectified_flow.networks.unet import Unet
 from rectified_flow.training.speed import Speed
 

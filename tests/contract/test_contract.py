@@ -146,8 +146,8 @@ def test_its_exported_program_returns_what_its_flow_returns(runs: Runs, tmp_path
               for name, each in inputs.items()}  # fmt: skip
     if "unknown" in values:
         values["source"] = values["source"].where(values.pop("unknown") == 0, torch.nan)
-    is_map = isinstance(flow, FlowMap)
-    expected = flow.average_velocity(**values) if is_map else flow.exact_velocity(**values)
+    velocity = flow.average_velocity if isinstance(flow, FlowMap) else flow.exact_velocity
+    expected = velocity(**values)
     assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
     assert (expected[1:] - expected[:-1]).abs().amax(dim=(1, 2, 3)).min() > 1e-3, "the rows differ"
 
