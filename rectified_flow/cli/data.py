@@ -7,7 +7,7 @@ from typing import Any, cast
 import numpy as np
 from torch.utils.data import Dataset
 
-from rectified_flow.cli.config import ColumnConfig, DataConfig, SourceConfig
+from rectified_flow.cli.training_flags import ColumnConfig, DataConfig, SourceConfig
 from rectified_flow.condition import Labels
 from rectified_flow.data.description import Columns, ItemData, PictureData, RunData, Sources
 from rectified_flow.data.metadata import identity_of

@@ -27,7 +27,7 @@ from rectified_flow.flags import plain, recorded, rules_of
 from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.checkpoint import BEST, CONFIG_FILE, FLOW_FILE, OUTPUTS_FILE, RunIdentity
-from rectified_flow.runs.config import CHECKPOINTS, TrainingConfig
+from rectified_flow.runs.training_config import CHECKPOINTS, TrainingConfig
 from rectified_flow.system.artifact import (
     CHECKPOINT,
     FileName,

@@ -5,7 +5,6 @@ from math import inf
 
 import pytest
 
-from rectified_flow.cli.config import Method, TrainConfig
 from rectified_flow.cli.plan import (
     AUGMENT,
     FORWARD_SHARE,
@@ -20,6 +19,7 @@ from rectified_flow.cli.plan import (
     plan,
 )
 from rectified_flow.cli.settings import command_line, read_settings
+from rectified_flow.cli.training_flags import Method, TrainConfig
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import recorded
 from rectified_flow.networks.unet import Unet

@@ -10,9 +10,9 @@ import pytest
 from accelerate import PartialState
 
 from rectified_flow.cli import record
-from rectified_flow.cli.config import OneStepConfig, TrainConfig
 from rectified_flow.cli.record import distillation_of, with_record
 from rectified_flow.cli.settings import Settings, read_settings
+from rectified_flow.cli.training_flags import OneStepConfig, TrainConfig
 from rectified_flow.flags import recorded
 from rectified_flow.runs import checkpoint
 

@@ -9,16 +9,16 @@ import pytest
 from accelerate import PartialState
 from PIL import Image
 
-from rectified_flow.cli.config import TrainConfig
 from rectified_flow.cli.data import summary_of
 from rectified_flow.cli.settings import read_settings
 from rectified_flow.cli.train import build_heldout_hook
-from rectified_flow.data.build import open_store
+from rectified_flow.cli.training_flags import TrainConfig
 from rectified_flow.data.description import PictureData, described_data
 from rectified_flow.data.framing import Framing
 from rectified_flow.data.open import open_dataset
 from rectified_flow.data.sources.synthetic_flowers import SyntheticFlowers
 from rectified_flow.data.store import ImageDataset
+from rectified_flow.data.store_writer import open_store
 from tests.programs import assert_refused, printed
 from tests.ranks import run_on_ranks
 from tests.training.runs import losses, tiny_dataset

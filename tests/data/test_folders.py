@@ -15,8 +15,8 @@ import pytest
 import tifffile
 from PIL import Image
 
-from rectified_flow.cli.config import DataConfig
 from rectified_flow.cli.data import flags_of_files
+from rectified_flow.cli.training_flags import DataConfig
 from rectified_flow.data.open import open_dataset, space_of_folder
 from rectified_flow.data.sources.folder import FileFolder
 from rectified_flow.data.store import pair_by_name

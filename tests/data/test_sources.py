@@ -14,12 +14,12 @@ import pyarrow.parquet  # type: ignore[import-untyped]
 import pytest
 from PIL import Image
 
-from rectified_flow.data.build import open_store
 from rectified_flow.data.open import OxfordFlowersDataset, open_dataset
 from rectified_flow.data.sources.folder import FileFolder
 from rectified_flow.data.sources.huggingface import HuggingFaceSource
 from rectified_flow.data.sources.synthetic_flowers import SPECIES, SyntheticFlowers
 from rectified_flow.data.store import ImageDataset
+from rectified_flow.data.store_writer import open_store
 from rectified_flow.errors import DamageError, UsageError
 from tests.system.refusing import refusing
 

@@ -56,8 +56,8 @@ class ImageSource(ABC):
     def load(self, index: int) -> tuple[Any, int]:
         """Return an image, decoded or not, and its label (-1 for none). Any exception means a broken image."""
 
-    def describe(self, index: int) -> str:
-        """Describe one image so that a user can find it."""
+    def place_of(self, index: int) -> str:
+        """Return words with which a user finds one image."""
         return f"row {index} of {self.name}"
 
     def name_of(self, index: int) -> str:

@@ -100,7 +100,7 @@ class FileFolder(ImageSource):
         return self.read(self.files[index]), self._labels[index]
 
     @override
-    def describe(self, index: int) -> str:
+    def place_of(self, index: int) -> str:
         return printable(self.files[index])
 
     @override

@@ -136,7 +136,7 @@ def claimed(store: StoreWriter, remedy: str = REMEDY) -> Iterator[bool]:
 def fill(
     store: StoreWriter,
     make: Callable[[Sequence[int]], Mapping[str, Tensor]],
-    describe: Callable[[], Mapping[str, Any]],
+    info: Callable[[], Mapping[str, Any]],
     *,
     doing: str = "encoding",
     batch_size: int,
@@ -144,7 +144,7 @@ def fill(
     """Write the missing rows of a store that is claimed, record the progress after each block, and finish. Collective.
 
     Each process makes ``batch_size`` consecutive rows at once, ``[b, ...]`` by entry in the type to store. The main
-    process calls ``describe`` for the arguments of :meth:`StoreWriter.complete`. The progress bar shows ``doing``.
+    process calls ``info`` for the arguments of :meth:`StoreWriter.complete`. The progress bar shows ``doing``.
     """
     state = PartialState()
     block = batch_size * state.num_processes
@@ -164,7 +164,7 @@ def fill(
                 if state.is_main_process:
                     store.written(end)
                 bar.update(end - start)
-        on_main(state, lambda: store.complete(**describe()))
+        on_main(state, lambda: store.complete(**info()))
 
 
 STORE_VERSION, CHUNK = 6, 64  # version of the stored images, and number of images that are decoded at once
@@ -221,7 +221,7 @@ def _build(
         except Exception as error:  # decoders raise exceptions of many types
             if skip_broken_images:
                 return None
-            broken = f"broken image {source.describe(index)} ({getattr(error, 'strerror', None) or first_line(error)})"
+            broken = f"broken image {source.place_of(index)} ({getattr(error, 'strerror', None) or first_line(error)})"
             raise UsageError(f"{broken}: remove it, or pass `skip_broken_images`") from error
 
     kept, broken, contents = list[tuple[Original, int]](), list[str](), set[bytes]()
@@ -232,7 +232,7 @@ def _build(
             for index, decoded in zip(chunk, pool.map(decode, chunk), strict=True):
                 bar.update()
                 if decoded is None:
-                    broken.append(source.describe(index))
+                    broken.append(source.place_of(index))
                     continue
                 row, size, label = decoded
                 rows.add(row)
