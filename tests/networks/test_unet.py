@@ -2,10 +2,7 @@
 
 import pytest
 import torch
-<<<<<<< HEAD
-=======
-from torch import Tensor, nn
->>>>>>> main
+from torch import nn
 from torch.func import jvp
 from torch.utils.flop_counter import FlopCounterMode
 
