@@ -167,7 +167,7 @@ def fill(
         on_main(state, lambda: store.complete(**describe()))
 
 
-STORE_VERSION, CHUNK = 6, 64  # version of the stored images, and number of images that are decoded at once
+STORE_VERSION, CHUNK = 7, 64  # version of the stored images, and number of images that are decoded at once
 
 
 def default_cache_dir() -> Path:
