@@ -97,7 +97,8 @@ class Pictures:
         folder = usable_path("--dataset_path", self.dataset_path).resolve()
         if not folder.is_dir():
             what = content_of(folder) if folder.is_file() else None
-            raise UsageError(f"--dataset_path {folder} is not a folder" + f", but {what}" * (what is not None))
+            what = what or (f"a file: pass its folder {printable(folder.parent)}" if folder.is_file() else "")
+            raise UsageError(f"--dataset_path {folder} is not a folder" + f", but {what}" * bool(what))
         table = find_dataset_file(folder)
         needless = {f"{name} {column}": bool(column) for name, column in self._columns.items()}
         refuse(needless if table is None else {}, f"is for tables, and {folder} is a folder of files: leave it out")

@@ -15,9 +15,10 @@ from typing_extensions import override
 
 from rectified_flow.data.metadata import METADATA_FILES, read_metadata
 from rectified_flow.data.sources import ImageSource
+from rectified_flow.data.sources.kinds import COMPANIONS, OTHER_FORMATS, PICTURES, companions, without_repeats
 from rectified_flow.errors import UsageError
 from rectified_flow.system.files import printable
-from rectified_flow.system.pictures import IMAGE_SUFFIXES, OTHER_SUFFIXES, PLUGIN_HINT, content_of, open_picture
+from rectified_flow.system.pictures import IMAGE_SUFFIXES, PLUGIN_HINT, content_of, open_picture
 
 BYPRODUCTS = {
     *("@eadir", "@recycle", "@recently-snapshot", "@__thumb", "@tmp", "#recycle", "#snapshot", "$recycle.bin"),
@@ -31,13 +32,6 @@ SPLITS = {
     **dict.fromkeys(("test", "testing", "pred", "prediction"), "test"),
 }
 """Words in the names of subfolders for the splits of a dataset."""
-PICTURES = {"image", "images", "img", "imgs", "jpegimages", "pictures", "photos"}
-COMPANIONS = {
-    *("label", "labels", "mask", "masks", "annotation", "annotations", "gt", "ground_truth", "groundtruth"),
-    *("segmentation", "segmentations", "segmentationclass", "segmentationobject", "depth", "bbox", "bboxes", "json"),
-}
-"""Subfolders with the pictures of a dataset, and with what belongs to them; neither are classes."""
-
 SAMPLED, BLOCK = 256, 4096
 """Largest number of files whose contents are part of the fingerprint of a folder, and size of a part [bytes]."""
 
@@ -56,7 +50,7 @@ class FileFolder(ImageSource):
     notes: list[str]
     suffixes: ClassVar[Collection[str]] = IMAGE_SUFFIXES
     """Suffixes of the files to read, in lower case."""
-    other_suffixes: ClassVar[Collection[str]] = OTHER_SUFFIXES
+    other_suffixes: ClassVar[Collection[str]] = OTHER_FORMATS
     """Suffixes of files that are not read, and are counted for a note."""
     kind: ClassVar[str] = "pictures"
     """Name of the files in the plural."""
@@ -72,22 +66,54 @@ class FileFolder(ImageSource):
             first = [f"{printable(file)} is {what}" for file in everything[:1] if (what := content_of(file))]
             nothing = f"--dataset_path {path} holds no {self.kind} ({', '.join(sorted(self.suffixes))})"
             raise UsageError("; ".join((nothing, *self.notes, *first)))
+        found = self._without_companions(found)
         root, files = narrow(path, found, split)
-        self.files, rest = sorted(files), sorted({*found} - {*files})
-        self._note(f"{self.kind} of other splits or of labels", rest)
+        self.files = sorted(files)
+        self._note_rest(root, sorted({*found} - {*files}))
         if root != path:
             self.notes.append(f"read the {self.kind} in {printable(root)}, whose subfolders, if any, are the classes")
         tables = [file for file in everything if file.name in METADATA_FILES]
         self._metadata = [each for each in tables if each.is_relative_to(root) or root.is_relative_to(each.parent)]
         self.fingerprint = files_fingerprint(path, self.files)
-        self.class_names, self._labels = self._find_classes([file.relative_to(root).parts for file in self.files])
+        self.class_names, self._labels = self._find_classes(root)
 
-    def _find_classes(self, parts: Sequence[tuple[str, ...]]) -> tuple[list[str], list[int]]:
-        """Return the classes by the topmost subfolders in the paths of the files, and the label of each file or -1."""
+    def _without_companions(self, files: list[Path]) -> list[Path]:
+        """Return the files without those that belong to another, such as masks and copies, with a note on each kind."""
+        left_out, alike = defaultdict[str, list[Path]](list), list[Path]()
+        for companion in companions(files):
+            if companion.is_left_out:
+                left_out[companion.kind.noun].append(companion.file)
+            else:
+                alike.append(companion.file)
+        for noun, some in left_out.items():
+            self._note(f"{noun} beside their {self.kind}", some)
+        for each in alike[:1]:
+            found = f"read {len(alike)} {self.kind} with the names of copies and other contents"
+            self.notes.append(f"{found}, such as {printable(each.relative_to(self.path))}: `exclude` leaves files out")
+        beside = {file for some in left_out.values() for file in some}
+        return [file for file in files if file not in beside] if beside else files
+
+    def _note_rest(self, root: Path, rest: Sequence[Path]) -> None:
+        """Add a note on the files outside of the folder whose subfolders are classes."""
+        kinds = defaultdict[str, list[Path]](list)
+        for file in rest:
+            parts = file.relative_to(self.path).parts[:-1]
+            kinds[next((COMPANIONS[part.lower()] for part in parts if part.lower() in COMPANIONS), "")].append(file)
+        self._note(f"{self.kind} of other splits or of labels", kinds.pop("", []) + kinds.pop("labels", []))
+        for purpose, some in kinds.items():
+            self._note(f"{self.kind} for {purpose}", some)
+
+    def _find_classes(self, root: Path) -> tuple[list[str], list[int]]:
+        """Return the classes by the topmost subfolders of ``root``, and the label of each file or -1."""
+        parts = [file.relative_to(root).parts for file in self.files]
         stray = [part[0] for part in parts if len(part) == 1]
         if not stray:
-            number = {name: label for label, name in enumerate(sorted({part[0] for part in parts}))}
-            return [printable(name) for name in number], [number[part[0]] for part in parts]
+            names = without_repeats(root, sorted({part[0] for part in parts}))
+            number = {name: label for label, name in enumerate(sorted({*names.values()}))}
+            if (first := min(names)) != names[first]:
+                ignored = f"the number of repeats in the names of folders such as {printable(first)}"
+                self.notes.append(f"ignored {ignored}: each of the {self.kind} is read once in an epoch")
+            return [printable(name) for name in number], [number[names[part[0]]] for part in parts]
         if len(stray) < len(parts):
             such = printable(stray[0])
             self.notes.append(f"no classes: {len(stray)} {self.kind} are in no subfolder, such as {such}")
@@ -148,7 +174,9 @@ def _by_subfolder(folder: Path, files: Sequence[Path]) -> Mapping[str | None, li
 
 def _choose(folder: Path, names: Sequence[str], split: str) -> str | None:
     """Return the one of the subfolders that is to be read; None if they are classes."""
-    splits = {name: _split_of(name) for name in names if name.lower() not in COMPANIONS}
+    has_pictures = any(name.lower() in PICTURES for name in names)
+    beside = {name for name, noun in COMPANIONS.items() if has_pictures or noun == "labels"}
+    splits = {name: _split_of(name) for name in names if name.lower() not in beside}
     found, exact = {*splits.values()}, {SPLITS[name.lower()] for name in splits if name.lower() in SPLITS}
     if len(splits) == 1:
         [(only, known)] = splits.items()
