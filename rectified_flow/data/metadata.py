@@ -1,42 +1,24 @@
-"""Columns beside pictures: read from metadata files and text files, as conditions of a network.
+"""Columns beside pictures as conditions of a network: the kind of each, and its values for the rows of a store."""
 
-``metadata.csv`` and ``metadata.jsonl`` have the layout of datasets' ImageFolder: a column ``file_name``, relative to
-the folder of the file, and any others. ``NAME.txt`` beside a picture ``NAME.png`` is its column ``text``. A value that
-is missing or empty is "none".
-"""
-
-import csv
-import io
-import json
-import os
 import re
-import unicodedata
-from codecs import BOM_UTF16_BE, BOM_UTF16_LE
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
-from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
 import numpy as np
 import torch
-from accelerate import PartialState
 from torch import Tensor
 
-from rectified_flow.condition import Condition, WrittenCondition, with_point
-from rectified_flow.errors import UsageError, first_line
+from rectified_flow.condition import Condition, WrittenCondition
+from rectified_flow.data.tables import FILE_NAME
+from rectified_flow.errors import UsageError
 from rectified_flow.flags import refuse
 from rectified_flow.registry import describe, find, names
-from rectified_flow.system.files import read_bytes
-from rectified_flow.system.terminal import escaped
 
-METADATA_FILES = ("metadata.csv", "metadata.jsonl")
-FILE_NAME, TEXT = "file_name", "text"
-SEPARATORS = ",;\t"
 RESERVED = {
     *("x", "t", "r", "images", "latents", "noise", "noise_rows", "path", "source", "unknown", "labels", "time", "kind"),
     *("self", "steps", "count", "solver", "grid", "guidance", "start", "noise_level", "mask", "watch", "decode"),
@@ -44,76 +26,6 @@ RESERVED = {
 }
 """Names of other entries of a batch, inputs of a network, arguments of ``sample``, and an entry of a description."""
 FIRST_VALUES, SHORT = 3, 30  # number of the most frequent values that are printed, and their largest length
-
-
-def read_metadata(metadata: Sequence[Path], files: Sequence[Path]) -> dict[str, list[Any]]:
-    """Return the columns of pictures by name, from metadata files and from text files beside the pictures."""
-    number = {_normal(file): row for row, file in enumerate(files)}
-    columns = defaultdict[str, list[Any]](lambda: [None] * len(files))
-    known, absent = set[int](), list[object]()
-    for path in metadata:
-        for values in _read(path):
-            name = values.pop(FILE_NAME, None)
-            row = number.get(_normal(path.parent / str(name).replace("\\", "/")))
-            if row is None:
-                absent.append(name)
-                continue
-            if row in known:
-                raise UsageError(f"{path} names {name} again: remove one of its two rows")
-            known.add(row)
-            for column, value in values.items():
-                columns[column][row] = value
-    if absent:
-        found = f"{len(absent)} of the {FILE_NAME}s in {metadata[0].name} do not exist, such as {absent[0]}"
-        if not known:
-            raise UsageError(f"{found}: write paths relative to it")
-        PartialState().print(escaped(f"note: {found}"))
-    if TEXT not in columns:
-        beside = {row: path for row, file in enumerate(files) if (path := file.with_suffix(".txt")).exists()}
-        for row, path in beside.items():
-            columns[TEXT][row] = _text_of(path)
-    return dict(columns)
-
-
-def _normal(file: Path) -> str:
-    """Return the path in a normal form, which is equal for all spellings and Unicode normalisations."""
-    return unicodedata.normalize("NFC", os.path.normpath(os.path.abspath(file)))
-
-
-def _text_of(path: Path) -> str:
-    """Return the contents of a text file in UTF-8, or in UTF-16 with a byte order mark."""
-    content = read_bytes(path)
-    encoding = "utf-16" if content.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) else "utf-8-sig"
-    with suppress(UnicodeDecodeError):
-        text = content.decode(encoding)
-        if "\0" not in text:  # every second byte of UTF-16 without a mark is 0
-            return text.replace("\r\n", "\n").replace("\r", "\n")
-    raise UsageError(f"{path} is not encoded as UTF-8, but perhaps as Windows-1252: save it as UTF-8")
-
-
-def _read(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a metadata file."""
-    text, rows = _text_of(path), list[dict[str, Any]]()
-    lines = (dict(json.loads(line)) for line in text.split("\n") if line.strip())
-    try:
-        rows.extend(_csv_rows(text) if path.suffix == ".csv" else lines)
-    except (ValueError, TypeError, csv.Error) as error:
-        raise UsageError(f"{path} cannot be read (row {len(rows) + 1}: {first_line(error)}): correct it") from error
-    return rows
-
-
-def _csv_rows(text: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows; the separator is the one that surrounds ``file_name`` in the header."""
-    header = text.partition("\n")[0]
-    found = [each for each in SEPARATORS if FILE_NAME in (name.strip(' "') for name in header.split(each))]
-    if not found:
-        raise ValueError(f"the first line has no column {FILE_NAME} between commas, semicolons or tabs")
-    how: dict[str, Any] = {"delimiter": found[0], "restval": "", "skipinitialspace": True, "strict": True}
-    for row in csv.DictReader(io.StringIO(text), **how):
-        if any(row.pop(None, ())):  # csv.DictReader stores surplus values under None
-            raise ValueError("it has more values than the header; put texts with commas in quotes")
-        named = {name.strip(): value for name, value in row.items() if name.strip()}
-        yield named if found[0] == "," else {name: with_point(value.strip()) for name, value in named.items()}
 
 
 @dataclass(frozen=True)

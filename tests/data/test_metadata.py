@@ -196,7 +196,11 @@ NUMBERS = [str(number) for number in range(19)]
 @pytest.mark.parametrize(
     ("suffix", "content", "sentence"),
     [
-        ("csv", lines_of(TABLE, rows_of()[3]), "metadata.csv names 03.png again: remove one of its two rows"),
+        (
+            "csv",
+            lines_of(TABLE, rows_of()[3][:-3] + "even"),
+            "metadata.csv names 03.png again: remove one of its two rows",
+        ),
         (
             "csv",
             cells("size", [*NUMBERS, "tall"]),
@@ -222,6 +226,7 @@ NUMBERS = [str(number) for number in range(19)]
         ("jsonl", jsonl("["), "metadata.jsonl cannot be read (row 1: "),
         ("jsonl", jsonl("[[]]"), "finds no suitable column in pictures: its columns are a"),
         ("jsonl", "[1, 2]", "metadata.jsonl cannot be read (row 1: "),
+        ("jsonl", jsonl("[" * 100_000), "metadata.jsonl cannot be read (row 1: it is nested too deeply): correct it"),
         ("jsonl", "{}", "metadata.jsonl do not exist, such as None: write paths"),
     ],
 )

@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from rectified_flow.data.metadata import METADATA_FILES, read_metadata
 from rectified_flow.data.sources import ImageSource
 from rectified_flow.data.sources.kinds import COMPANIONS, OTHER_FORMATS, PICTURES, companions, without_repeats
+from rectified_flow.data.tables import TABLE_SUFFIXES, TEXT_SUFFIXES, read_metadata
 from rectified_flow.errors import UsageError
 from rectified_flow.system.files import printable
 from rectified_flow.system.pictures import IMAGE_SUFFIXES, PLUGIN_HINT, content_of, open_picture
@@ -72,8 +72,8 @@ class FileFolder(ImageSource):
         self._note_rest(root, sorted({*found} - {*files}))
         if root != path:
             self.notes.append(f"read the {self.kind} in {printable(root)}, whose subfolders, if any, are the classes")
-        tables = [file for file in everything if file.name in METADATA_FILES]
-        self._metadata = [each for each in tables if each.is_relative_to(root) or root.is_relative_to(each.parent)]
+        suffixes = {*TABLE_SUFFIXES, *TEXT_SUFFIXES, ".jsonl"}
+        self._texts, self._root = [file for file in everything if file.suffix.lower() in suffixes], root
         self.fingerprint = files_fingerprint(path, self.files)
         self.class_names, self._labels = self._find_classes(root)
 
@@ -140,7 +140,7 @@ class FileFolder(ImageSource):
 
     @override
     def read_table(self) -> dict[str, list[Any]]:
-        return read_metadata(self._metadata, self.files)
+        return read_metadata(self._texts, self.files, self._root)
 
     def _note(self, what: str, files: Sequence[Path]) -> None:
         """Add a note on files that are not read, if there are any."""
