@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rectified_flow.condition import Condition, WrittenCondition
+from rectified_flow.condition import Condition, Number, WrittenCondition, without_unit
 from rectified_flow.data.tables import FILE_NAME
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import refuse
@@ -25,6 +25,7 @@ RESERVED = {
     *("seed", "strength"),
 }
 """Names of other entries of a batch, inputs of a network, arguments of ``sample``, and an entry of a description."""
+DATE = re.compile(r"\d{4}[-/.]\d\d?[-/.]\d\d?|\d\d?[-/.]\d\d?[-/.]\d{2,4}")
 FIRST_VALUES, SHORT = 3, 30  # number of the most frequent values that are printed, and their largest length
 
 
@@ -87,6 +88,8 @@ class ColumnSpec:
     kind: type[WrittenCondition]
     first: np.ndarray[Any, np.dtype[np.int64]]
     texts: list[str]
+    remark: str = ""
+    """A sentence about how the values are read."""
 
     @property
     def has_identifiers(self) -> bool:
@@ -100,7 +103,9 @@ class ColumnSpec:
         gaps = f", missing in {missing} of {len(self.first) - 1} rows" * (missing > 0)
         first = counts.most_common(FIRST_VALUES)
         some = ", ".join(f"{shorten(text, SHORT, placeholder='...')} ({count})" for text, count in first)
-        return f"{self.kind.column_type}, {len(counts)} different{gaps}: {some}{', ...' * (len(counts) > FIRST_VALUES)}"
+        remark = f"; {self.remark}" * bool(self.remark)
+        more = ", ..." * (len(counts) > FIRST_VALUES)
+        return f"{self.kind.column_type}, {len(counts)} different{gaps}: {some}{more}{remark}"
 
 
 def choose_columns(
@@ -135,6 +140,15 @@ def _spec(column: str, values: Mapping[str, Any], kinds: Sequence[type[WrittenCo
     """Return a column as the first of the kinds that suits its values; None if it has no values, or nested ones."""
     cells = {name: cell for name, value in values.items() if (cell := _texts_of(value)) is not None}
     texts, several = [text for cell in cells.values() for text in cell], any(len(cell) > 1 for cell in cells.values())
+    remark = ""
+    if texts and Number in kinds and not several:
+        texts, unit = without_unit(texts)
+        cells = {
+            **cells,
+            **dict(zip((name for name, cell in cells.items() if cell), ([text] for text in texts), strict=True)),
+        }
+        remark = f"read as numbers of {unit}; pass {column}=label for labels" * bool(unit)
+        remark = remark or "dates are read as texts; write a number such as the year" * all(map(DATE.match, texts))
     suitable = [kind for kind in kinds if len(kinds) == 1 or (kind.suits(texts) and not several)]
     suitable += [kind for kind in kinds if kind.is_text]
     if len(cells) < len(values) or not suitable:
@@ -148,7 +162,7 @@ def _spec(column: str, values: Mapping[str, Any], kinds: Sequence[type[WrittenCo
             raise UsageError(f"{found}: correct this value, or pass {column}=label") from error
     first = np.cumsum([0, *map(len, normal)], dtype=np.int64)
     texts = [text for cell in normal for text in cell]
-    return ColumnSpec(condition_name(column), column, kind, first, texts) if texts else None
+    return ColumnSpec(condition_name(column), column, kind, first, texts, remark) if texts else None
 
 
 def _texts_of(value: Any) -> list[str] | None:
