@@ -82,8 +82,8 @@ class Sources:
     def add_to(self, pictures: ImageDataset, like: Pictures, seed: int) -> ImageDataset:
         """Return the pictures with their sources, which are framed ``like`` the pictures."""
         try:
-            columns = {"image_column": "", "label_column": ""}
-            source = replace(like, dataset_path=self.path, exclude=(), limit=None, **columns).open()
+            found = replace(like, dataset_path=self.path, exclude=(), limit=None, image_column="", label_column="")
+            source = found.open()
         except UsageError as error:
             raise UsageError(str(error).replace("--dataset_path", "--source_path")) from error
         if not self.paired:

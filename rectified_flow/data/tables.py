@@ -36,7 +36,9 @@ smallest share of rows that name a picture."""
 BOXES = re.compile(r"(\S+ )?(-?\d+(\.\d+)?([eE]-?\d+)?\s+){4,}.*")
 """A line of numbers, after the name or the number of a class, as of YOLO, DOTA and KITTI."""
 
-Rows = Iterator[dict[str, Any]]
+Value = Any  # a text, or what JSON has
+Row = dict[str, Value]
+Columns = dict[str, list[Value]]
 
 
 SUFFIX = re.compile(r"(?<=[^/])\.\w{1,5}$")
@@ -93,7 +95,7 @@ class PictureNames:
         return self.find(before, folder) if before and number.isdigit() else None
 
 
-def read_metadata(everything: Sequence[Path], files: Sequence[Path], root: Path) -> dict[str, list[Any]]:
+def read_metadata(everything: Sequence[Path], files: Sequence[Path], root: Path) -> Columns:
     """Return the columns of pictures by name, from tables and from text files among ``everything``.
 
     Args:
@@ -101,7 +103,7 @@ def read_metadata(everything: Sequence[Path], files: Sequence[Path], root: Path)
         files: the pictures.
         root: the folder whose subfolders are classes.
     """
-    names, columns = PictureNames(files), dict[str, list[Any]]()
+    names, columns = PictureNames(files), Columns()
     known = [file for file in everything if file.name in METADATA_FILES]
     known = [each for each in known if each.is_relative_to(root) or root.is_relative_to(each.parent)]
     found = {path: _read(path) for path in known} or _tables_among(everything, names)
@@ -113,11 +115,9 @@ def read_metadata(everything: Sequence[Path], files: Sequence[Path], root: Path)
     return columns | ({TEXT: [texts.get(row) for row in range(len(files))]} if texts else {})
 
 
-def _columns_of(
-    path: Path, rows: Sequence[dict[str, Any]], names: PictureNames, count: int, *, is_only: bool
-) -> dict[str, list[Any]]:
+def _columns_of(path: Path, rows: Sequence[Row], names: PictureNames, count: int, *, is_only: bool) -> Columns:
     """Return the columns of a table, of which a picture may have several rows with a caption each."""
-    cells = defaultdict[str, dict[int, list[Any]]](lambda: defaultdict(list))
+    cells = defaultdict[str, dict[int, list[Value]]](lambda: defaultdict(list))
     known, absent = set[int](), list[object]()
     for values in rows:
         name = values.pop(FILE_NAME, None)
@@ -149,15 +149,15 @@ def _columns_of(
     return {column: [of.get(row) for row in range(count)] for column, of in several.items()}
 
 
-def _are_texts(values: Sequence[Any]) -> bool:
+def _are_texts(values: Sequence[Value]) -> bool:
     """Return whether values are captions rather than numbers or labels."""
     return all(isinstance(value, str) for value in values) and any(" " in value.strip() for value in values)
 
 
-def _tables_among(everything: Sequence[Path], names: PictureNames) -> dict[Path, list[dict[str, Any]]]:
+def _tables_among(everything: Sequence[Path], names: PictureNames) -> dict[Path, list[Row]]:
     """Return the rows of tables of which a column names pictures, under the name ``file_name``."""
     stems = {os.path.splitext(path)[0] for path in names.paths}
-    tables = dict[Path, list[dict[str, Any]]]()
+    tables = dict[Path, list[Row]]()
     for path in everything:
         if path.suffix.lower() not in TABLE_SUFFIXES or os.path.splitext(normal(path))[0] in stems:
             continue
@@ -200,7 +200,7 @@ def _named(values: Sequence[str], names: PictureNames, folder: Path) -> float:
     return sum(1 + ("." in value) for value in found) if len(found) >= NAMED * len(values) else 0
 
 
-def _foreign_rows(text: str, separator: str, column: int, header: list[str] | None) -> Rows:
+def _foreign_rows(text: str, separator: str, column: int, header: list[str] | None) -> Iterator[Row]:
     """Yield the rows of a table of which a column names pictures."""
     reader = csv.reader(io.StringIO(text), delimiter=separator)
     names = next(reader) if header is None else header
@@ -249,16 +249,16 @@ def _text_of(path: Path) -> str:
     raise UsageError(f"{path} is not encoded as UTF-8, but perhaps as Windows-1252: save it as UTF-8")
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
+def _read(path: Path) -> list[Row]:
     """Return the rows of a metadata file."""
     text = _text_of(path)
     lines = (dict(json.loads(line)) for line in text.split("\n") if line.strip())
     return _rows_of(path, _csv_rows(text) if path.suffix == ".csv" else lines)
 
 
-def _rows_of(path: Path, rows: Rows) -> list[dict[str, Any]]:
+def _rows_of(path: Path, rows: Iterator[Row]) -> list[Row]:
     """Return the rows of a table; an error names the row that cannot be read."""
-    read = list[dict[str, Any]]()
+    read = list[Row]()
     try:
         read.extend(rows)
     except (ValueError, TypeError, csv.Error, RecursionError) as error:
@@ -267,13 +267,13 @@ def _rows_of(path: Path, rows: Rows) -> list[dict[str, Any]]:
     return read
 
 
-def _csv_rows(text: str) -> Rows:
+def _csv_rows(text: str) -> Iterator[Row]:
     """Yield the rows; the separator is the one that surrounds ``file_name`` in the header."""
     header = text.partition("\n")[0]
     found = [each for each in SEPARATORS if FILE_NAME in (name.strip(' "') for name in header.split(each))]
     if not found:
         raise ValueError(f"the first line has no column {FILE_NAME} between commas, semicolons or tabs")
-    how: dict[str, Any] = {"delimiter": found[0], "restval": "", "skipinitialspace": True, "strict": True}
+    how: Row = {"delimiter": found[0], "restval": "", "skipinitialspace": True, "strict": True}
     for row in csv.DictReader(io.StringIO(text), **how):
         if any(row.pop(None, ())):  # csv.DictReader stores surplus values under None
             raise ValueError("it has more values than the header; put texts with commas in quotes")

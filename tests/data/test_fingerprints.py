@@ -85,6 +85,11 @@ def test_no_more_than_some_files_are_opened(tmp_path: Path, monkeypatch: pytest.
     for number in range(1000):
         (tmp_path / f"{number}.npy").write_bytes(b"1")
     opened = list[str]()
-    monkeypatch.setattr(folders, "_sample", lambda path, _: opened.append(path) or b"")
+
+    def sample(path: str, _size: int) -> bytes:
+        opened.append(path)
+        return b""
+
+    monkeypatch.setattr(folders, "_sample", sample)
     fingerprint(tmp_path)
     assert folders.SAMPLED / 2 <= len(opened) <= folders.SAMPLED

@@ -1,7 +1,7 @@
 """Tests of datasets in tables: which columns and which split are read, and what integers mean as labels."""
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ def encoded(value: int) -> dict[str, Any]:
     return {"bytes": content.getvalue(), "path": None}
 
 
-def save(folder: Path, columns: dict[str, tuple[Any, Sequence[Any]]], split: str = "train") -> Path:
+def save(folder: Path, columns: Mapping[str, tuple[Any, Sequence[Any]]], split: str = "train") -> Path:
     """A folder with a table; a column of images has a number for each, the red of its pixels."""
     kinds = datasets.Features({name: feature for name, (feature, _) in columns.items()})
     is_image = {name: isinstance(feature, datasets.Image) for name, feature in kinds.items()}
@@ -73,7 +73,7 @@ def test_columns_are_for_tables(tmp_path: Path) -> None:
         open_dataset("", tmp_path, image_size=8, label_column="x")
 
 
-LABELS = {
+LABELS: dict[str, tuple[list[Any], list[str]]] = {
     "years": ([1990, 1991, 1995, 2001] * 5, ["1990", "1991", "1995", "2001"]),
     "large ids": ([30_000_000, 30_000_007] * 3, ["30000000", "30000007"]),
     "a class without a picture": ([0, 1, 3] * 3, ["0", "1", "2", "3"]),

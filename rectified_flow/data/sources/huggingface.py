@@ -70,7 +70,7 @@ class HuggingFaceSource(ImageSource):
         return [str(value) for value in self._numbers]
 
     @cached_property
-    def _numbers(self) -> dict[Any, int]:
+    def _numbers(self) -> dict[int, int]:
         """The class of each value in a column of integers, which need not start at 0 or be consecutive."""
         values = sorted({value for value in self._rows[self._label_column] if value is not None and value >= 0})
         if values and values[-1] < MOST_GAPS * len(values):  # a class or two may be missing in this split
