@@ -129,7 +129,7 @@ def choose_columns(
         cells = {name: values[row] for name, row in rows.items()}
         spec = _spec(column, cells, [kinds[types[column]]] if types.get(column) else [*kinds.values()])
         if spec is None and not every:
-            raise UsageError(f"--condition_on {column} has no values (texts, numbers or lists of texts): leave it out")
+            raise UsageError(f"`condition_on` {column} has no values (texts, numbers or lists of texts): leave it out")
         if spec is not None and not (every and spec.has_identifiers):
             chosen.append(spec)
     refuse({"condition_on all": not chosen}, f"finds no suitable column in {source}: its columns are {has}")
@@ -158,7 +158,7 @@ def _spec(column: str, values: Mapping[str, Any], kinds: Sequence[type[WrittenCo
         try:
             normal.append([each for text in cell if (each := kind.normal(text))])
         except ValueError as error:
-            found = f"--condition_on {column} has {kind.column_type}s, but {str(error)!r} for the picture {name}"
+            found = f"`condition_on` {column} has {kind.column_type}s, but {str(error)!r} for the picture {name}"
             raise UsageError(f"{found}: correct this value, or pass {column}=label") from error
     first = np.cumsum([0, *map(len, normal)], dtype=np.int64)
     texts = [text for cell in normal for text in cell]

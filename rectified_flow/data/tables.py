@@ -23,7 +23,7 @@ from accelerate import PartialState
 from rectified_flow.condition import with_point
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.system.files import open_regular, printable, read_bytes
-from rectified_flow.system.terminal import escaped
+from rectified_flow.system.terminal import shown
 
 METADATA_FILES = ("metadata.csv", "metadata.jsonl")
 TABLE_SUFFIXES, TEXT_SUFFIXES = (".csv", ".tsv", ".txt"), (".txt", ".caption", ".captions", ".cap")
@@ -132,7 +132,7 @@ def _columns_of(path: Path, rows: Sequence[Row], names: PictureNames, count: int
         found = f"{len(absent)} of the {FILE_NAME}s in {path.name} do not exist, such as {absent[0]}"
         if not known and is_only:
             raise UsageError(f"{found}: write paths relative to it")
-        PartialState().print(escaped(f"note: {found}"))
+        PartialState().print(shown(f"note: {found}"))
     captions = {
         column for column, of in cells.items() if any(len(each) > 1 and _are_texts(each) for each in of.values())
     }
@@ -141,7 +141,7 @@ def _columns_of(path: Path, rows: Sequence[Row], names: PictureNames, count: int
         picture = os.path.basename(names.paths[differing[column]])
         if not captions:
             raise UsageError(f"{path} names {picture} again: remove one of its two rows")
-        PartialState().print(escaped(f"note: left out the column {column} of {path.name}, which differs for {picture}"))
+        PartialState().print(shown(f"note: left out the column {column} of {path.name}, which differs for {picture}"))
         del cells[column]
     several = {
         column: {row: each if len(each) > 1 else each[0] for row, each in of.items()} for column, of in cells.items()
@@ -223,7 +223,7 @@ def _texts_beside(everything: Sequence[Path], files: Sequence[Path]) -> dict[int
     boxes = [row for row, text in texts.items() if text.strip() and all(map(BOXES.fullmatch, _lines(text)))]
     if 2 * len(boxes) > sum(bool(text.strip()) for text in texts.values()):
         such = printable(files[boxes[0]].name)
-        PartialState().print(escaped(f"note: {len(boxes)} texts are boxes of objects, no captions, such as of {such}"))
+        PartialState().print(shown(f"note: {len(boxes)} texts are boxes of objects, no captions, such as of {such}"))
         return {}
     return texts
 

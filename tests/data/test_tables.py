@@ -69,7 +69,7 @@ def test_columns_that_do_not_suit_are_named(tmp_path: Path, flags: dict[str, str
 
 def test_columns_are_for_tables(tmp_path: Path) -> None:
     Image.new("RGB", (8, 8)).save(tmp_path / "1.png")
-    with pytest.raises(UsageError, match=r"^label_column x is for tables, and .* is a folder of files: leave it out"):
+    with pytest.raises(UsageError, match=r"^`label_column` x is for tables, and .* is a folder of files: leave it out"):
         open_dataset("", tmp_path, image_size=8, label_column="x")
 
 
