@@ -328,7 +328,8 @@ def without_unit(texts: Sequence[str]) -> tuple[list[str], str]:
     if len(units) != 1 or "" in units:
         return list(texts), ""
     numbers = (MEASURED.fullmatch(text) if text.lower() not in MISSING else None for text in texts)
-    return [text if match is None else match["number"] for text, match in zip(texts, numbers, strict=True)], *units
+    without = [text if match is None else match["number"] for text, match in zip(texts, numbers, strict=True)]
+    return without, units.pop()
 
 
 class _NumberEmbedding(nn.Module):

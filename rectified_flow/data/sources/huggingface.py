@@ -74,7 +74,7 @@ class HuggingFaceSource(ImageSource):
         """The class of each value in a column of integers, which need not start at 0 or be consecutive."""
         values = sorted({value for value in self._rows[self._label_column] if value is not None and value >= 0})
         if values and values[-1] < MOST_GAPS * len(values):  # a class or two may be missing in this split
-            values = range(values[-1] + 1)
+            values = [*range(values[-1] + 1)]
         return {value: label for label, value in enumerate(values)}
 
     def __len__(self) -> int:
