@@ -60,6 +60,8 @@ def _described(pictures: DataConfig, source: SourceConfig, columns: ColumnConfig
         exclude=pictures.exclude,
         options=tuple(options),
         limit=pictures.max_train_samples,
+        image_column=pictures.image_column,
+        label_column=pictures.label_column,
     )
     data = PictureData(
         described,

@@ -77,6 +77,10 @@ class DataConfig(Flags):
     """Pictures to leave out: paths in the folder, numbers of rows of a table, or a text file with one a line."""
     max_train_samples: Annotated[Positive | None, flag(for_pictures=True, excludes="paired"), default_is("all")] = None
     """Largest number of pictures to use, spread over the dataset, for a quick trial."""
+    image_column: Annotated[str, flag(for_pictures=True), default_is("image, if there is one")] = ""
+    """Column of the images of a table with several."""
+    label_column: Annotated[str, flag(for_pictures=True), default_is("label, if there is one")] = ""
+    """Column of the labels of a table with several."""
     cache_dir: Annotated[
         Path | None, flag(local=True), default_is("$RECTIFIED_FLOW_CACHE, else ~/.cache/rectified-flow")
     ] = None

@@ -81,7 +81,8 @@ class Sources:
 
     def add_to(self, pictures: ImageDataset, like: Pictures, seed: int) -> ImageDataset:
         """Return the pictures with their sources, which are framed ``like`` the pictures."""
-        source = replace(like, dataset_path=self.path, exclude=(), limit=None).open()
+        found = replace(like, dataset_path=self.path, exclude=(), limit=None, image_column="", label_column="")
+        source = found.open()
         if not self.paired:
             return pictures.changed(source=source, seed=seed)
         return pair_by_name(pictures, source, skip_unpaired=like.skip_broken_images, exclude=like.exclude)

@@ -46,6 +46,8 @@ class Pictures:
             of an array is that of the channels; with ``store_bits=16``, floats are stored with 16 bits.
         exclude: images to leave out: paths relative to the folder, or numbers of rows.
         options: arguments ``KEY=VALUE`` of a registered dataset.
+        image_column: column of the images of a table; by default one with a conventional name such as ``image``.
+        label_column: column of the labels of a table; by default one with a conventional name such as ``label``.
         limit: largest number of images, which are spread over the source; all if not given.
     """
 
@@ -62,11 +64,18 @@ class Pictures:
     exclude: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
     limit: Positive | None = None
+    image_column: str = ""
+    label_column: str = ""
 
     @property
     def framing(self) -> Framing:
         """The form in which the pictures are stored and trained on."""
         return Framing.of(self.image_size, self.aspect_ratio, alpha=self.alpha, crop=self.crop)
+
+    @property
+    def _columns(self) -> dict[str, str]:
+        """The columns of a table."""
+        return {"image_column": self.image_column, "label_column": self.label_column}
 
     def find(self) -> ImageSource:
         """Find the files or the table of the pictures.
@@ -83,15 +92,19 @@ class Pictures:
                 return SyntheticFlowers(2 * max(self.framing.stored_size))
             is_folder = os.path.isdir(self.dataset)
             refuse({f"dataset {self.dataset}": is_folder}, f"is a folder: pass it as `dataset_path` {self.dataset}")
-            return HuggingFaceSource(self.dataset, self.split)
+            return HuggingFaceSource(self.dataset, self.split, **self._columns)
         folder = usable_path("the folder", self.dataset_path).resolve()
         if not folder.is_dir():
             what = content_of(folder) if folder.is_file() else None
-            raise UsageError(f"{folder} is not a folder" + f", but {what}" * (what is not None))
+            what = what or (f"a file: pass its folder {printable(folder.parent)}" if folder.is_file() else "")
+            raise UsageError(f"{folder} is not a folder" + f", but {what}" * bool(what))
+        table = find_dataset_file(folder)
+        needless = {f"{name} {column}": bool(column) for name, column in self._columns.items()}
+        refuse(needless if table is None else {}, f"is for tables, and {folder} is a folder of files: leave it out")
         if reader is not None:
             return cast(ImageSource, reader(folder, split=self.split, **typed_options("space", reader, options)))
-        if find_dataset_file(folder) is not None:
-            return HuggingFaceSource(folder, self.split)
+        if table is not None:
+            return HuggingFaceSource(folder, self.split, **self._columns)
         source = FileFolder(folder, split=self.split)
         for other, _most, odd in _claims(folder):
             if odd:

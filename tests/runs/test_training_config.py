@@ -17,7 +17,7 @@ from rectified_flow.runs.training_config import TrainingConfig
 FLAGS = """
 dataset dataset_path image_size aspect_ratio crop alpha space
 autoencoder horizontal_flip augment holdout data_seed
-skip_broken_images exclude max_train_samples cache_dir
+skip_broken_images exclude max_train_samples image_column label_column cache_dir
 network dim dim_mults dropout use_cfg gradient_checkpointing init_from
 method flow prediction coupling time_distribution guidance_scale
 teacher teacher_samples teacher_steps teacher_dir autoguidance
