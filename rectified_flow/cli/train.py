@@ -23,6 +23,7 @@ from rectified_flow.cli.config import (
 )
 from rectified_flow.cli.data import build_space, check_source, find_data, flags_of_files, summary_of
 from rectified_flow.cli.distill import DistillationData, open_distilled
+from rectified_flow.cli.framing import with_framing
 from rectified_flow.cli.record import DATA_FLAGS, check_one_step, distillation_of, with_record
 from rectified_flow.cli.settings import Settings, check_rules
 from rectified_flow.condition import ConditionSpecs
@@ -103,6 +104,12 @@ def train_run(settings: Settings[TrainConfig]) -> bool:
         settings = with_recipe(settings, found, time)
         values = settings.values
         data, found = find_data(values.data, values.source, values.columns)
+
+    if data.has_pictures and not has_begun and distilled is None:
+        settings, notes = with_framing(settings, data, found)
+        values = settings.values
+        data, found = find_data(values.data, values.source, values.columns)
+        found.notes = [*found.notes, *notes]
 
     # All checks that need no data precede the decoding of the pictures, which can take hours.
     space = build_space(values.data, found)

@@ -6,6 +6,7 @@ a hash of everything that determines its contents. A changed source, size or spl
 
 import json
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -21,7 +22,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from rectified_flow.data.framing import Framing
-from rectified_flow.data.sources import ImageSource, PictureRows, Row
+from rectified_flow.data.sources import TRANSPARENT, Fitted, ImageSource, PictureRows, Row
 from rectified_flow.data.store import INFO_FILE, LABELS_FILE, ORIGINALS_FILE, RECIPE_FILE, Original
 from rectified_flow.distributed import on_main
 from rectified_flow.errors import BusyError, UsageError, first_line
@@ -167,7 +168,7 @@ def fill(
         on_main(state, lambda: store.complete(**describe()))
 
 
-STORE_VERSION, CHUNK = 6, 64  # version of the stored images, and number of images that are decoded at once
+STORE_VERSION, CHUNK = 7, 64  # version of the stored images, and number of images that are decoded at once
 
 
 def default_cache_dir() -> Path:
@@ -211,13 +212,13 @@ def _build(
 ) -> None:
     """Decode the images with the given numbers into the store, and note the names and sizes of the originals."""
 
-    def decode(index: int) -> tuple[Row, tuple[int, int], int] | None:
-        """Return the row of an image, its width and height before [px], and its class or -1; None if it is broken."""
+    def decode(index: int) -> tuple[Fitted, int] | None:
+        """Return the row of an image, and its class or -1; None if it is broken."""
         try:
             image, label = source.load(index)
             if not -1 <= label < len(source.class_names):
                 raise UsageError(f"its label is {label}, outside the {len(source.class_names)} classes numbered from 0")
-            return *rows.fit(image), label
+            return rows.fit(image), label
         except Exception as error:  # decoders raise exceptions of many types
             if skip_broken_images:
                 return None
@@ -225,6 +226,7 @@ def _build(
             raise UsageError(f"{broken}: remove it, or pass --skip_broken_images") from error
 
     kept, broken, contents = list[tuple[Original, int]](), list[str](), set[bytes]()
+    remarked = defaultdict[str, list[str]](list)
     bar = progress_bar(total=len(numbers), desc=f"preparing {source.name}", unit="img")
     with bar, ThreadPoolExecutor(processors()) as pool:  # the decoder releases the GIL
         for start in range(0, len(numbers), CHUNK):
@@ -234,8 +236,10 @@ def _build(
                 if decoded is None:
                     broken.append(source.describe(index))
                     continue
-                row, size, label = decoded
+                (row, size, remarks), label = decoded
                 rows.add(row)
+                for remark in remarks:
+                    remarked[remark].append(source.name_of(index))
                 written.append(row)
                 contents.add(blake2b(row.tobytes(), digest_size=16).digest())
                 kept.append((Original(source.name_of(index), *size), label))
@@ -246,10 +250,13 @@ def _build(
                 store.write(len(kept) - len(written), images, durable=False)  # the whole store is flushed at the end
     if not kept:
         raise UsageError(f"none of the {len(broken)} images in {source.name} could be read")
+    if len(remarked[TRANSPARENT]) == len(kept):
+        raise UsageError(f"all {len(kept)} pictures of {source.name} are {TRANSPARENT}: save them with visible pixels")
     count = len(source) - len(numbers)
     excluded = [f"left out {count} images by --exclude or --max_train_samples"] if count else []
     skipped = [f"skipped {len(broken)} broken images of {len(numbers)}; the first is {each}" for each in broken[:1]]
-    for note in (*source.notes, *excluded, *skipped):
+    noted = [counted(len(names), remark, names[0]) for remark, names in remarked.items() if names]
+    for note in (*source.notes, *excluded, *skipped, *noted):
         tqdm.write(note)
     originals, labels = zip(*kept, strict=True)
     (store.stage / ORIGINALS_FILE).write_text(json.dumps(originals))
@@ -263,3 +270,8 @@ def _build(
         duplicates=len(labels) - len(contents),
         **rows.info(source.name, {original[1:] for original in originals}),
     )
+
+
+def counted(count: int, what: str, name: str) -> str:
+    """Return a sentence that pictures have a property, with the name of one of them."""
+    return f"{count:,} {'picture is' if count == 1 else 'pictures are'} {what}, such as {name}"
