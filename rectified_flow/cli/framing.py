@@ -6,13 +6,17 @@ from typing import Any
 
 from accelerate import PartialState
 
+from rectified_flow.cli import facts, plan
 from rectified_flow.cli.config import NO_WEIGHTS, STARTER, TrainConfig
 from rectified_flow.cli.settings import Settings
 from rectified_flow.data.description import RunData
 from rectified_flow.data.mirroring import unmirrored_words
+from rectified_flow.data.open import reader_of
 from rectified_flow.data.sources import ImageSource
 from rectified_flow.data.survey import channel_note, survey
 from rectified_flow.distributed import on_main
+from rectified_flow.parts import name_of
+from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.system.terminal import line
 
 
@@ -28,10 +32,15 @@ def with_framing(
     """
     state, values, given = PartialState(), settings.values, settings.given
     flags, notes = dict[str, Any](), list[str]()
-    if not values.data.space:
+    if reader_of(values.data.space)[0] is None:
         flags, notes = on_main(state, partial(_of_pictures, values, data, source))
     channels = on_main(state, lambda: channel_note([source.name_of(number) for number in range(len(source))]))
     notes += [channels] if channels else []
+    if "autoencoder" in given and values.data.autoencoder:
+        error = facts.round_trip_error(source, values.data)
+        spoils = f"the autoencoder changes these pictures by {error:.0f} of 255; pass --image_size 64 without it"
+        if error > plan.SPOILED:
+            state.print(line("warning", spoils))
     may_mirror = values.data.horizontal_flip and "horizontal_flip" not in given
     if may_mirror and (reason := on_main(state, partial(_reason_not_to_mirror, values, source))):
         flags["horizontal_flip"] = False
@@ -43,8 +52,9 @@ def _of_pictures(values: TrainConfig, data: RunData, source: ImageSource) -> tup
     """Return the flags that suit pictures and their sources, by some of them, and a sentence for each flag."""
     framing, flags, notes = values.data.framing, dict[str, Any](), list[str]()
     found = survey(source, framing, source.numbers_without(values.data.exclude, values.data.max_train_samples))
-    # Other weights and sources may have colours, to which a single channel would not do justice.
+    # Other weights, sources and spaces may need three channels.
     is_free = values.init.init_from in (None, STARTER, NO_WEIGHTS) and not values.source.is_given
+    is_free = is_free and name_of(values.data.space) in ("", Pixels.__name__)
     if found.is_grey and is_free and not values.data.alpha and values.data.grey is None:
         flags["grey"] = True
         notes.append("all pictures are grey, so the samples are grey, too (`no_grey` trains on three channels)")

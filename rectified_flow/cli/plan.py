@@ -33,6 +33,7 @@ SIZES = {  # images from which a size and its --autoencoder give better pictures
     (64, ()): MIN_IMAGES,
     (32, ()): 0,
 }
+SPOILED = 14.0  # error above which an autoencoder spoils pictures (docs/latents.md, "Pictures that it spoils")
 MIN_SHARE_OF_SIDE = 0.75  # smallest ratio of the side of the pictures to the chosen size; a guess
 STARTER_DIMS = {False: 32, True: 48}  # --dim of the starters for pixels and for latents
 STARTER_SIDES = {"pixels": range(32, 2**14 + 1), "small": range(32)}  # where half of the weights or more fit
@@ -128,6 +129,9 @@ class Trial(NamedTuple):
 
 MeasureSize = Callable[[int, tuple[str, ...]], Speed]
 """Function that returns the speed of a training on pictures of a side [px], through an autoencoder if it has words."""
+MeasureError = Callable[[int, tuple[str, ...]], float]
+"""Function that returns the median root mean square error of pictures of a side [px] that an autoencoder has encoded and
+decoded [levels of 256]."""
 Measure = Callable[[Trial], Speed]
 """Function that returns the speed of a trial, summed over all processes. It is called at most once for each trial."""
 
@@ -171,7 +175,9 @@ def plan(facts: Facts, measure: Measure) -> Plan:
     return Plan({name: value for name, value in settings.items() if name not in facts.fixed}, reasons)
 
 
-def choose_size(pictures: int, side: int, budget: str, measure: MeasureSize) -> Plan:
+def choose_size(
+    pictures: int, side: int, budget: str, measure: MeasureSize, error: MeasureError = lambda _size, _autoencoder: 0.0
+) -> Plan:
     """Choose the largest size of the pictures for which there is enough time; no settings if there is none.
 
     Args:
@@ -179,7 +185,9 @@ def choose_size(pictures: int, side: int, budget: str, measure: MeasureSize) -> 
         side: median of the shorter sides of the pictures [px].
         budget: the time in words.
         measure: returns the speed at a size.
+        error: returns how much an autoencoder changes the pictures at a size.
     """
+    spoiled = ""
     for (size, autoencoder), min_images in SIZES.items():
         if side < MIN_SHARE_OF_SIDE * size:
             continue
@@ -187,8 +195,11 @@ def choose_size(pictures: int, side: int, budget: str, measure: MeasureSize) -> 
         fitting = TRAINED_SHARE * seconds_of(budget) * measure(size, autoencoder).rate
         images = min(fitting, limit_of(pictures, augment))
         if images >= min_images:
+            if (changed := error(size, autoencoder) if autoencoder else 0.0) > SPOILED:
+                spoiled = f", as --autoencoder {autoencoder[0]} changes these pictures by {changed:.0f} of 255"
+                continue
             settings = {"image_size": size, "autoencoder": autoencoder}
-            text = f"about {images:,.0f} images in {budget}; --image_size overrides the choice"
+            text = f"about {images:,.0f} images in {budget}{spoiled}; --image_size overrides the choice"
             return Plan(settings, {"size": f"{' '.join(command_line(settings))}: {text}"})
     return Plan({}, {})
 

@@ -138,6 +138,8 @@ def train_run(settings: Settings[TrainConfig]) -> bool:
         is_given = "holdout" in settings.given
         split = hold_out_pictures(opened, values.data.holdout, seed, is_given=is_given, stops=stops)
     count, conditions = len(opened) if split is None else len(split.training), getattr(opened, "conditions", {})
+    if not has_begun and time is None:
+        settings = settings.resolving(facts.short_warm_up(values.run, _items_of(distilled, count), settings.given))
     if not has_begun and (data.has_pictures or program.dry_run):
         settings = with_plan(settings, time, count, conditions, space)
         values = settings.values
