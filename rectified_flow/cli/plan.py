@@ -130,8 +130,8 @@ class Trial(NamedTuple):
 MeasureSize = Callable[[int, tuple[str, ...]], Speed]
 """Function that returns the speed of a training on pictures of a side [px], through an autoencoder if it has words."""
 MeasureError = Callable[[int, tuple[str, ...]], float]
-"""Function that returns the median root mean square error of pictures of a side [px] that an autoencoder has encoded and
-decoded [levels of 256]."""
+"""Function that returns the error of pictures of a side [px] after an autoencoder: the median over the pictures of the
+root mean square difference [levels of 256]."""
 Measure = Callable[[Trial], Speed]
 """Function that returns the speed of a trial, summed over all processes. It is called at most once for each trial."""
 
