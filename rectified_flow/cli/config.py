@@ -57,8 +57,8 @@ class DataConfig(Flags):
     """Centre crop, random crop, or pad."""
     alpha: Annotated[bool, flag(excludes="autoencoder", fixes_size=True)] = False
     """Keep transparency as a fourth channel; otherwise transparent parts become white."""
-    grey: Annotated[bool | None, flag(excludes="alpha"), default_is("one channel if all pictures are grey")] = None
-    """Train on the brightness of pictures alone, as one channel."""
+    grey: Annotated[bool, flag(excludes="alpha")] = False
+    """Train on the brightness of pictures alone, as one channel; the default if all pictures are grey."""
     resize: Annotated[Resize | None, default_is("nearest for pixel art and label maps, else lanczos")] = None
     """Filter that resizes pictures; nearest makes no new colours."""
     bits: Annotated[Bits | None, default_is("by the values")] = None
@@ -98,7 +98,7 @@ class DataConfig(Flags):
     @property
     def framing(self) -> Framing:
         """The form in which pictures are stored and trained on."""
-        how = {"grey": bool(self.grey), "resize": self.resize or "lanczos", "bits": self.bits or 16}
+        how = {"grey": self.grey, "resize": self.resize or "lanczos", "bits": self.bits or 16}
         return Framing.of(self.image_size, self.aspect_ratio, alpha=self.alpha, crop=self.crop, **how)
 
     @property

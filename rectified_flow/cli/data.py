@@ -61,7 +61,7 @@ def _described(pictures: DataConfig, source: SourceConfig, columns: ColumnConfig
         aspect_ratio=pictures.aspect_ratio,
         crop=pictures.crop,
         alpha=pictures.alpha,
-        grey=bool(pictures.grey),
+        grey=pictures.grey,
         resize=pictures.resize or "lanczos",
         bits=pictures.bits or 16,
         space=pictures.space,

@@ -1,5 +1,6 @@
 """The flags of the framing and of the mirror images that suit the pictures of a run, where the user gave none."""
 
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -9,7 +10,6 @@ from accelerate import PartialState
 from rectified_flow.cli import facts, plan
 from rectified_flow.cli.config import NO_WEIGHTS, STARTER, TrainConfig
 from rectified_flow.cli.settings import Settings
-from rectified_flow.data.description import RunData
 from rectified_flow.data.mirroring import unmirrored_words
 from rectified_flow.data.open import reader_of
 from rectified_flow.data.sources import ImageSource
@@ -33,7 +33,7 @@ def with_framing(
     state, values, given = PartialState(), settings.values, settings.given
     flags, notes = dict[str, Any](), list[str]()
     if reader_of(values.data.space)[0] is None:
-        flags, notes = on_main(state, partial(_of_pictures, values, data, source))
+        flags, notes = on_main(state, partial(_of_pictures, values, given, data, source))
     channels = on_main(state, lambda: channel_note([source.name_of(number) for number in range(len(source))]))
     notes += [channels] if channels else []
     if "autoencoder" in given and values.data.autoencoder:
@@ -48,14 +48,16 @@ def with_framing(
     return settings.resolving({name: value for name, value in flags.items() if name not in given}), notes
 
 
-def _of_pictures(values: TrainConfig, data: RunData, source: ImageSource) -> tuple[dict[str, Any], list[str]]:
+def _of_pictures(
+    values: TrainConfig, given: Collection[str], data: Any, source: ImageSource
+) -> tuple[dict[str, Any], list[str]]:
     """Return the flags that suit pictures and their sources, by some of them, and a sentence for each flag."""
     framing, flags, notes = values.data.framing, dict[str, Any](), list[str]()
     found = survey(source, framing, source.numbers_without(values.data.exclude, values.data.max_train_samples))
     # Other weights, sources and spaces may need three channels.
     is_free = values.init.init_from in (None, STARTER, NO_WEIGHTS) and not values.source.is_given
     is_free = is_free and name_of(values.data.space) in ("", Pixels.__name__)
-    if found.is_grey and is_free and not values.data.alpha and values.data.grey is None:
+    if found.is_grey and is_free and not values.data.alpha and "grey" not in given:
         flags["grey"] = True
         notes.append("all pictures are grey, so the samples are grey, too (`no_grey` trains on three channels)")
     if found.resize == "nearest" and values.data.resize is None:
