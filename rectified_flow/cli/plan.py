@@ -33,7 +33,7 @@ SIZES = {  # images from which a size and its --autoencoder give better pictures
     (64, ()): MIN_IMAGES,
     (32, ()): 0,
 }
-SPOILED = 14.0  # error above which an autoencoder spoils pictures (docs/latents.md, "Pictures that it spoils")
+SPOILED = 14.0  # error above which an autoencoder spoils pictures (docs/latents.md)
 MIN_SHARE_OF_SIDE = 0.75  # smallest ratio of the side of the pictures to the chosen size; a guess
 STARTER_DIMS = {False: 32, True: 48}  # --dim of the starters for pixels and for latents
 STARTER_SIDES = {"pixels": range(32, 2**14 + 1), "small": range(32)}  # where half of the weights or more fit
