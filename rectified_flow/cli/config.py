@@ -98,8 +98,15 @@ class DataConfig(Flags):
     @property
     def framing(self) -> Framing:
         """The form in which pictures are stored and trained on."""
-        how = {"grey": self.grey, "resize": self.resize or "lanczos", "bits": self.bits or 16}
-        return Framing.of(self.image_size, self.aspect_ratio, alpha=self.alpha, crop=self.crop, **how)
+        return Framing.of(
+            self.image_size,
+            self.aspect_ratio,
+            alpha=self.alpha,
+            crop=self.crop,
+            grey=self.grey,
+            resize=self.resize or "lanczos",
+            bits=self.bits or 16,
+        )
 
     @property
     def starter(self) -> str:

@@ -130,8 +130,8 @@ def _data_of_shape(trained: Trained, dataset_path: Path | None) -> PictureData:
         raise UsageError(f"{trained.source} records no pictures: pass --dataset_path, or --import with its dataset")
     channels, height, width = shape
     ratio = f"{width}:{height}"
-    kinds = {"alpha": channels == RGBA, "grey": channels == GREY}
-    return PictureData(Pictures(image_size=min(height, width), aspect_ratio=ratio, **kinds))
+    has_alpha, is_grey = channels == RGBA, channels == GREY
+    return PictureData(Pictures(image_size=min(height, width), aspect_ratio=ratio, alpha=has_alpha, grey=is_grey))
 
 
 def _describe(result: dict[str, Any]) -> str:

@@ -242,7 +242,7 @@ def training_speed(flow: Flow, run: TrainingConfig, path_points: int) -> Speed:
     return Speed(state.num_processes * min(rates), max(memories))
 
 
-def short_warm_up(run: TrainingConfig, items: int, given: Collection[str]) -> dict[str, Any]:
+def short_warm_up(run: TrainingConfig, items: int, given: Collection[str]) -> dict[str, int]:
     """Return the flag of a warm-up that suits a run too short for the default one, and print it."""
     state = PartialState()
     steps = run.total_steps(run.split_batch(state.num_processes), items)

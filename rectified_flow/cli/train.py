@@ -23,11 +23,11 @@ from rectified_flow.cli.config import (
 )
 from rectified_flow.cli.data import build_space, check_source, find_data, flags_of_files, summary_of
 from rectified_flow.cli.distill import DistillationData, open_distilled
-from rectified_flow.cli.framing import with_framing
+from rectified_flow.cli.framing import FramedFlags, framing_of
 from rectified_flow.cli.record import DATA_FLAGS, check_one_step, distillation_of, with_record
 from rectified_flow.cli.settings import Settings, check_rules
 from rectified_flow.condition import ConditionSpecs
-from rectified_flow.data.description import RunData, with_sources
+from rectified_flow.data.description import PictureData, RunData, with_sources
 from rectified_flow.data.sources import ImageSource
 from rectified_flow.data.store import ImageDataset, StoreDataset
 from rectified_flow.distributed import check_equal, on_main
@@ -105,8 +105,10 @@ def train_run(settings: Settings[TrainConfig]) -> bool:
         values = settings.values
         data, found = find_data(values.data, values.source, values.columns)
 
-    if data.has_pictures and not has_begun and distilled is None:
-        settings, notes = with_framing(settings, data, found)
+    if isinstance(data, PictureData) and not has_begun and distilled is None:
+        asked = FramedFlags(values.data, values.source, values.init, values.columns.condition_on, settings.given)
+        chosen, notes = framing_of(asked, data, found)
+        settings = settings.resolving(chosen)
         values = settings.values
         data, found = find_data(values.data, values.source, values.columns)
         found.notes = [*found.notes, *notes]

@@ -3,7 +3,7 @@
 import fractions
 import re
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from annotated_types import Gt
 
@@ -40,7 +40,17 @@ class Framing:
     bits: Bits = 16
 
     @classmethod
-    def of(cls, image_size: int, aspect_ratio: str = "1:1", **how: Any) -> Self:
+    def of(
+        cls,
+        image_size: int,
+        aspect_ratio: str = "1:1",
+        *,
+        alpha: bool = False,
+        crop: Crop = "center",
+        grey: bool = False,
+        resize: Resize = "lanczos",
+        bits: Bits = 16,
+    ) -> Self:
         """Build the framing by the short side, the ratio of width to height, and the other fields."""
         width, height = parse_ratio(aspect_ratio)
         short = min(width, height)
@@ -48,7 +58,7 @@ class Framing:
         if rest:
             given = f"--image_size {image_size} with --aspect_ratio {aspect_ratio}"
             raise UsageError(f"{given} gives a fractional long side; pass a multiple of {short}")
-        return cls(width * times, height * times, **how)
+        return cls(width * times, height * times, alpha, crop, grey, resize, bits)
 
     @property
     def shape(self) -> tuple[int, int, int]:

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 SIDES = (
     *("left", "right", "leftward", "rightward", "leftwards", "rightwards", "clockwise", "anticlockwise"),
@@ -34,7 +33,7 @@ SYMBOL = re.compile(
 MIN_NAMED = 0.01  # least share of captions that name a side: a single "right" among thousands may mean anything
 
 
-def unmirrored_words(class_names: Sequence[str], captions: Mapping[str, Sequence[Any]]) -> str | None:
+def unmirrored_words(class_names: Sequence[str], captions: Mapping[str, Sequence[object]]) -> str | None:
     """Return what classes or captions name that is false in a mirror image, in words; None if there is nothing.
 
     Args:

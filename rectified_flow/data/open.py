@@ -73,8 +73,15 @@ class Pictures:
     @property
     def framing(self) -> Framing:
         """The form in which the pictures are stored and trained on."""
-        how = {name: getattr(self, name) for name in ("alpha", "crop", "grey", "resize", "bits")}
-        return Framing.of(self.image_size, self.aspect_ratio, **how)
+        return Framing.of(
+            self.image_size,
+            self.aspect_ratio,
+            alpha=self.alpha,
+            crop=self.crop,
+            grey=self.grey,
+            resize=self.resize,
+            bits=self.bits,
+        )
 
     def find(self) -> ImageSource:
         """Find the files or the table of the pictures.

@@ -7,9 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from math import gcd
-from typing import Any
+from typing import get_args
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 
 from rectified_flow.data.framing import Bits, Framing, Resize
@@ -49,9 +50,8 @@ class Survey:
     @property
     def bits(self) -> Bits:
         """The number of bits of the values in files of 16 bits."""
-        known = [each.bits for each in self.facts if each.bits is not None]
-        bits: Bits = max(known, default=16)  # type: ignore[assignment]
-        return bits
+        most = max((each.bits for each in self.facts if each.bits is not None), default=16)
+        return next(bits for bits in get_args(Bits) if bits >= most)
 
     @property
     def resize(self) -> Resize:
@@ -104,18 +104,18 @@ def suits_nearest(image: Image.Image, size: tuple[int, int]) -> bool | None:
     return factor > 1 or _purity(values, round(1 / factor)) >= PURE
 
 
-def _block_of(values: np.ndarray[Any, np.dtype[np.int32]]) -> int:
+def _block_of(values: NDArray[np.int32]) -> int:
     """Return the side of the blocks of one colour that an image ``[h, w]`` consists of."""
     rows = np.flatnonzero((values[1:] != values[:-1]).any(axis=1)) + 1
     columns = np.flatnonzero((values[:, 1:] != values[:, :-1]).any(axis=0)) + 1
     return gcd(*values.shape, *rows.tolist(), *columns.tolist())
 
 
-def _purity(values: np.ndarray[Any, np.dtype[np.int32]], side: int) -> float:
+def _purity(values: NDArray[np.int32], side: int) -> float:
     """Return the share of the fields ``[side, side]`` of an image that have one colour, without pure background."""
     height, width = (length // side * side for length in values.shape)
-    fields = values[:height, :width].reshape(height // side, side, width // side, side).swapaxes(1, 2)
-    fields = fields.reshape(-1, side * side)
+    blocks = values[:height, :width].reshape(height // side, side, width // side, side)
+    fields = blocks.swapaxes(1, 2).reshape(-1, side * side)
     kinds, counts = np.unique(values, return_counts=True)
     is_pure = (fields == fields[:, :1]).all(axis=1)
     is_background = is_pure & (fields[:, 0] == kinds[counts.argmax()])

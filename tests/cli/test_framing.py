@@ -1,6 +1,7 @@
 """Tests of the flags that the pictures of a folder decide, and of flags that would spoil a run in silence."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,10 +12,11 @@ from PIL import Image
 from rectified_flow.cli import facts, plan
 from rectified_flow.cli.config import TrainConfig
 from rectified_flow.cli.data import build_space, find_data
-from rectified_flow.cli.framing import with_framing
+from rectified_flow.cli.framing import FramedFlags, framing_of
 from rectified_flow.cli.record import with_record
 from rectified_flow.cli.sample_request import load_mask
 from rectified_flow.cli.settings import Settings, read_settings
+from rectified_flow.data.description import PictureData
 from rectified_flow.data.open import space_of_folder
 from rectified_flow.errors import UsageError
 from rectified_flow.runs.config import TrainingConfig
@@ -32,8 +34,12 @@ def save(path: Path, *shape: int, most: int = 256, dtype: str = "uint8") -> None
 def framed(folder: Path, words: str = "") -> tuple[Settings[TrainConfig], list[str]]:
     PartialState()
     settings = read_settings(TrainConfig, "", f"--dataset_path {folder} --image_size 16 {words}".split())
-    data, found = find_data(settings.values.data, settings.values.source, settings.values.columns)
-    return with_framing(settings, data, found)
+    values = settings.values
+    data, found = find_data(values.data, values.source, values.columns)
+    assert isinstance(data, PictureData)
+    flags = FramedFlags(values.data, values.source, values.init, values.columns.condition_on, settings.given)
+    chosen, notes = framing_of(flags, data, found)
+    return settings.resolving(chosen), notes
 
 
 def test_grey_pictures_train_one_channel(tmp_path: Path) -> None:
@@ -85,7 +91,7 @@ def test_pictures_and_their_sources_are_resized_apart(tmp_path: Path) -> None:
     settings, [note] = framed(tmp_path / "pics", f"--source_path {tmp_path}/maps --paired")
     assert (settings.values.data.resize, settings.values.source.source_resize) == (None, "nearest")
     assert "source_resize" in note
-    opened = find_data(settings.values.data, settings.values.source, settings.values.columns)[0].open()
+    opened: Any = find_data(settings.values.data, settings.values.source, settings.values.columns)[0].open()
     assert opened.source.entries["images"][0, 0].flatten().tolist().count(255) == 64
     assert {*opened.source.entries["images"].flatten().tolist()} == {0, 255}
     settings, [note] = framed(tmp_path / "maps")

@@ -23,9 +23,9 @@ def noise(*shape: int, most: int = 256, dtype: str = "uint8") -> NDArray[np.uint
     return GENERATOR.integers(0, most, shape).astype(dtype)
 
 
-def save(folder: Path, name: str, pixels: NDArray[np.uint8], **options: int) -> Path:
+def save(folder: Path, name: str, pixels: NDArray[np.uint8]) -> Path:
     folder.mkdir(exist_ok=True)
-    Image.fromarray(pixels).save(folder / name, **options)
+    Image.fromarray(pixels).save(folder / name)
     return folder
 
 
