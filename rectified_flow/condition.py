@@ -66,11 +66,11 @@ class Condition(ABC):
 class WrittenCondition(Condition):
     """A kind of condition whose values a user can write, for example in a column of metadata.
 
-    Register a subclass, and ``--condition_on COLUMN=NAME`` trains on a column as this kind.
+    Register a subclass, and ``COLUMN=NAME`` in the flag ``condition_on`` trains on a column as this kind.
     """
 
     column_type: ClassVar[str]
-    """Name of the kind for ``--condition_on``."""
+    """Name of the kind for the flag ``condition_on``."""
     is_text: ClassVar[bool] = False
     """Whether values are free texts, which suit any column, and are stored in half precision by a teacher."""
 

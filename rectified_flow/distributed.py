@@ -42,7 +42,7 @@ def join_processes() -> PartialState:
     if not cpu and 0 < gpus < here:
         raise UsageError(f"there are more processes than the {gpus} GPUs of this machine: start at most {gpus}")
     if any(parse_flag_from_env(f"ACCELERATE_USE_{name}") for name in SHARDING):
-        raise UsageError("FSDP, DeepSpeed and Megatron-LM are not supported: launch with --multi_gpu")
+        raise UsageError("FSDP, DeepSpeed and Megatron-LM are not supported: launch with the type MULTI_GPU")
     if os.environ.keys() >= {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} and not dist.is_initialized():
         # Accelerate adopts this group, whose second backend communicates without waiting for the devices.
         device = None if cpu else torch.accelerator.current_accelerator()
@@ -71,14 +71,14 @@ def check_equal(state: Accelerator | PartialState, facts: Callable[[], Mapping[s
 
 
 def check_shared(state: Accelerator | PartialState, output_dir: Path) -> None:
-    """Check that all processes see the files that the main one writes into ``--output_dir``. Collective."""
+    """Check that all processes see the files that the main one writes into ``output_dir``. Collective."""
     if state.num_processes == 1:
         return
     # A process that is killed leaves an empty hidden file.
     probe = output_dir / on_main(state, lambda: f".shared.{token_hex(4)}.tmp")
     try:
         on_main(state, probe.touch)
-        check_equal(state, lambda: {"access to the files of rank 0 in --output_dir": probe.exists()})
+        check_equal(state, lambda: {"access to the files of rank 0 in `output_dir`": probe.exists()})
     finally:
         if state.is_main_process:
             probe.unlink(missing_ok=True)
@@ -116,13 +116,18 @@ def on_main(accelerator: Accelerator | PartialState, action: Callable[[], T]) ->
 
 def any_rank(accelerator: Accelerator | PartialState, value: bool) -> bool:
     """Return whether ``value`` is true on any process, without waiting for the devices."""
+    return bool(largest(accelerator, int(value)))
+
+
+def largest(accelerator: Accelerator | PartialState, value: int) -> int:
+    """Return the largest ``value`` of all processes, without waiting for the devices."""
     if accelerator.num_processes == 1:
         return value
     # A group that was created elsewhere may have no backend for the CPU.
     device = "cpu" if "cpu:" in dist.get_backend_config() else accelerator.device
-    vote = torch.tensor(int(value), device=device)
+    vote = torch.tensor(value, device=device)
     dist.all_reduce(vote, dist.ReduceOp.MAX)
-    return bool(vote)
+    return int(vote)
 
 
 def gather_scalars(accelerator: Accelerator, values: dict[str, Tensor]) -> dict[str, list[float]]:

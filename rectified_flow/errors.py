@@ -2,7 +2,10 @@
 
 
 class UsageError(ValueError):
-    """Input that a run cannot start with: one sentence naming the flag or file and what to do. Exit code 2."""
+    """Input that a run cannot start with: one sentence naming the argument or file and what to do. Exit code 2.
+
+    The name of an argument is in backticks, such as ```image_size``` in Python, which a program prints as its flag.
+    """
 
 
 class DamageError(UsageError):
@@ -19,6 +22,12 @@ class BusyError(UsageError):
 
 class RunError(RuntimeError):
     """A failure that ends a run which had started: one sentence on what happened and what to do. Exit code 1."""
+
+
+def quoted(argument: str) -> str:
+    """Return an argument as messages have it: its name in backticks, then its value, such as ```image_size` 64``."""
+    name, space, value = argument.partition(" ")
+    return f"`{name}`{space}{value}"
 
 
 def first_line(error: BaseException) -> str:

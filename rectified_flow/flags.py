@@ -3,7 +3,7 @@
 A group is a frozen dataclass that derives from :class:`Flags`. Each field is a flag: its docstring is the help text,
 and its annotation has the type, the bounds and, by :func:`flag`, what it needs, what it excludes, and whether it
 belongs to this machine. Nothing here imports torch, and pydantic is imported only once a value differs from its
-default, so that ``--help`` answers at once.
+default, so that a program prints its help at once.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import tyro
 from annotated_types import Ge, Gt, Interval, Le, Lt
 
-from rectified_flow.errors import UsageError
+from rectified_flow.errors import UsageError, quoted
 from rectified_flow.parts import name_of, validated
 from rectified_flow.registry import as_plain
 
@@ -68,14 +68,14 @@ class Flags:
         changed = [each for each in fields(self) if not is_default(getattr(self, each.name), each.default)]
         hints = get_type_hints(type(self), include_extras=True) if changed else {}
         for each in changed:
-            value = validated(f"--{flag_name(each.name)}", [getattr(self, each.name)], hints[each.name])
+            value = validated(quoted(flag_name(each.name)), [getattr(self, each.name)], hints[each.name])
             if _PART in getattr(hints[each.name], "__metadata__", ()) and not name_of(value):
                 value = (*getattr(type(self), each.name), *value)  # arguments alone are those of the default part
             object.__setattr__(self, each.name, value)
 
 
 def default_is(text: str) -> Any:
-    """Annotate a flag whose default is None with the default in words for ``--help``."""
+    """Annotate a flag whose default is None with the default in words for the help."""
     return tyro.conf.arg(help_behavior_hint=lambda own: f"(default: {text if own in ('None', '') else own})")
 
 
@@ -142,20 +142,7 @@ def refuse(flags: Mapping[str, object], reason: str) -> None:
     """Raise a UsageError for the first flag with a value that is true; ``reason`` ends its sentence."""
     for name, value in flags.items():
         if value:
-            raise UsageError(f"--{name} {reason}")
-
-
-def command_line(flags: Mapping[str, Any]) -> list[str]:
-    """Return the words that set these flags on a command line; None and empty lists leave a flag out."""
-    words: list[str] = []
-    for name, value in flags.items():
-        if isinstance(value, bool):
-            words.append(f"--{name}" if value else f"--no_{name}")
-        elif isinstance(value, list | tuple):
-            words += [f"--{name}", *map(str, value)] if value else []
-        elif value is not None:
-            words += [f"--{name}", str(value)]
-    return words
+            raise UsageError(f"{quoted(name)} {reason}")
 
 
 def flag_name(field: str) -> str:

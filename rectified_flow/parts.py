@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rectified_flow.errors import UsageError, first_line
+from rectified_flow.errors import UsageError, first_line, quoted
 from rectified_flow.registry import Role, find, names, parameters_of
 from rectified_flow.system.files import LONGEST, usable_path
 
@@ -37,7 +37,7 @@ class Choice:
             raise
         except (TypeError, ValueError) as error:
             name = self.target.__qualname__.removesuffix(".of")
-            raise UsageError(f"--{self.flag} {name} cannot be built ({first_line(error)})") from error
+            raise UsageError(f"{quoted(self.flag)} {name} cannot be built ({first_line(error)})") from error
 
 
 def split_part(part: Sequence[str]) -> tuple[str, list[str]]:
@@ -66,11 +66,11 @@ def typed_options(flag: str, target: Any, options: Sequence[str]) -> dict[str, A
         key, equals, text = option.partition("=")
         if not equals or key not in parameters:
             known, name = ", ".join(parameters) or "none", target.__qualname__.removesuffix(".of")
-            raise UsageError(f"--{flag} {option}: {name} takes KEY=VALUE with the keys {known}")
+            raise UsageError(f"{quoted(flag)} {option}: {name} takes KEY=VALUE with the keys {known}")
         candidates = [text]
         with suppress(ValueError, RecursionError):  # a number of more than 4,300 digits, and brackets in brackets
             candidates = [json.loads(text), text]
-        typed[key] = validated(f"--{flag} {key}", candidates, parameters[key].annotation)
+        typed[key] = validated(f"{quoted(flag)} {key}", candidates, parameters[key].annotation)
     return typed
 
 
@@ -105,5 +105,5 @@ def arguments_from(group: object, names: Sequence[str], target: Any) -> dict[str
     values = {name: getattr(group, name) for name in names}
     given = {name: value for name, value in values.items() if value != getattr(type(group), name)}
     for name in given.keys() - parameters_of(target).keys():
-        raise UsageError(f"--{name} has no effect: {target.__name__} has no argument {name}; leave it out")
+        raise UsageError(f"`{name}` has no effect: {target.__name__} has no argument {name}; leave it out")
     return given

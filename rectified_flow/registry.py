@@ -6,7 +6,7 @@
   arguments of its constructor. :func:`describe` reads each argument from the attribute of the same name, and
   :func:`build` calls the constructor. No module is ever imported because a file names it, and only registered classes
   are called.
-- *Flags.* A flag such as ``--optimizer`` takes a name, and :func:`find` returns what has been registered under it.
+- *Flags.* A flag such as ``optimizer`` takes a name, and :func:`find` returns what has been registered under it.
 
 This module imports none of the modules that register: :mod:`rectified_flow.rooms` lists those of optional folders.
 """
@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints, overload
 
-from rectified_flow.errors import UsageError, first_line
+from rectified_flow.errors import UsageError, first_line, quoted
 
 Role = Literal["dataset", "reader", "optimizer", "metric", "score", "degradation", "format"]
 """The purpose of a registered function, or of a class that is called as one."""
@@ -76,7 +76,8 @@ def find(flag: str, role: Role | type, name: str, but: type | None = None) -> An
     known = names(role, but)
     choices = " or ".join(known) or "another"
     if name not in known:
-        raise UsageError(f"--{flag} {name} is not registered: choose {choices}, or pass --import with its module")
+        remedy = f"choose {choices}, or pass `import` with its module"
+        raise UsageError(f"{quoted(flag)} {name} is not registered: {remedy}")
     return _REGISTERED[role if isinstance(role, str) else None][name]
 
 
@@ -109,7 +110,7 @@ def build(description: Mapping[str, Any]) -> Any:
     _complete()
     kind = _REGISTERED[None].get(name)
     if kind is None:
-        raise UsageError(f"the kind {name} is not registered: pass --import MODULE to register it")
+        raise UsageError(f"the kind {name} is not registered: pass `import` with its module")
     arguments = {key: _built(value) for key, value in description.items() if key != "kind"}
     try:
         _check_arguments(kind, arguments)

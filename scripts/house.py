@@ -66,11 +66,9 @@ def untyped(paths: list[Path]) -> int:
 
 
 def flag_strings(paths: list[Path]) -> int:
-    """Count the strings that spell a flag of a program, docstrings aside."""
-    nodes = nodes_of(paths)
-    documented = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
-    texts = [node for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-    return sum(bool(re.search(r"--[a-z]", str(node.value))) for node in texts if id(node) not in documented)
+    """Count the strings that spell a flag of a program, or the dashes before the name of one, docstrings included."""
+    texts = [node.value for node in nodes_of(paths) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    return sum(bool(re.search(r"--([a-z]|$)", text)) for text in texts)
 
 
 def imports_of(path: Path) -> set[str]:

@@ -102,7 +102,7 @@ class Budget(Callback):
         """The seconds spent, over all starts of the run."""
         return self.before + self.clock() - self.began
 
-    def fraction(self, updates: int, total: int) -> float:
+    def fraction(self, updates: float, total: int) -> float:
         """Return the share of the budget that is spent."""
         return min(1.0, updates / total if self.limit is None else self.seconds / self.limit)
 
@@ -160,7 +160,7 @@ def train_flow(
     config = TrainingConfig(seed=row.seed, output_dir=row.folder / "run", **values)
     budget = Budget(row, minutes, prepared)
 
-    def schedule(updates: int, total: int) -> float:
+    def schedule(updates: float, total: int) -> float:
         warmup = min(1.0, (updates + 1) / max(1, config.lr_warmup_steps))
         return warmup * DECAYS[decay](budget.fraction(updates, total))
 

@@ -4,7 +4,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from functools import partial
 from io import StringIO
 from typing import Any
@@ -28,6 +28,7 @@ from rectified_flow.data.sources import ImageSource
 from rectified_flow.data.sources.folder import FileFolder
 from rectified_flow.export import onnx
 from rectified_flow.exportable import Exportable
+from rectified_flow.training.clock import Clock
 from rectified_flow.training.speed import Speed
 from tests.ranks import run_on_ranks
 
@@ -51,16 +52,22 @@ FUNCTIONS: dict[str, tuple[Callable[..., object], type]] = {
 MEASURED = facts.training_speed
 
 
-def constant_speed(rate: float = 300.0, *, measured: bool = False) -> Any:
-    """Return a context in which each process trains ``rate`` images/s in plans, independently of the machine's load.
+@contextmanager
+def constant_speed(rate: float = 300.0, *, measured: bool = False, timed: bool = False) -> Iterator[None]:
+    """Let each process train ``rate`` images/s in plans, independently of the machine's load.
 
-    If ``measured``, the plan also measures its speed, and uses only whether the measurement was possible.
+    If ``measured``, the plan also measures its speed, and uses only whether the measurement was possible. Unless
+    ``timed``, a run has as many steps as its plan, however long they take.
     """
 
     def speed(*flags: Any) -> Speed:
         return Speed(PartialState().num_processes * rate if not measured or MEASURED(*flags).rate else 0.0)
 
-    return patch.object(facts, "training_speed", speed)
+    with patch.object(facts, "training_speed", speed), ExitStack() as patched:
+        if not timed:
+            patched.enter_context(patch.object(facts, "seconds_since", lambda _began: 0.0))
+            patched.enter_context(patch.object(Clock, "tick", lambda *_: False))
+        yield
 
 
 def constant_frechet_distance() -> Any:
@@ -110,13 +117,14 @@ def planned(settings: Settings[TrainConfig], count: int, rate: Callable[[TrainCo
     if has_begun:
         return settings.values
     speed = lambda tried, *_: Speed(rate(tried.values))  # noqa: E731
-    with patch.object(training_program, "speed_of", speed):
+    with patch.object(training_program, "speed_of", speed), patch.object(facts, "seconds_since", lambda _began: 0.0):
         values = settings.values
         is_own, has_length = values.has_own_data, "train_num_steps" in settings.fixed
         time = facts.budget_of(values.program, is_own=is_own, has_length=has_length)
         if facts.may_choose(values.program, is_own=is_own) and values.teacher.teacher is None:
             settings = training_program.with_recipe(settings, Sizes([(256, 256)] * count), time)
-        return training_program.with_plan(settings, time, count, {}, build_space(settings.values.data)).values
+        settings, _ = training_program.with_plan(settings, time, count, {}, build_space(settings.values.data))
+        return settings.values
 
 
 def program(name: str, argv: list[str], variables: dict[str, str] | None = None) -> tuple[int, str]:

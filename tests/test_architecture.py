@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rectified_flow import rooms
-from scripts.house import circle, files_in, functions, takes_all_settings, untyped
+from scripts.house import circle, files_in, flag_strings, functions, takes_all_settings, untyped
 from tests.patience import PATIENCE
 
 PACKAGE = Path(__file__).resolve().parent.parent / "rectified_flow"
@@ -277,6 +277,12 @@ def test_what_makes_code_hard_to_change_does_not_grow() -> None:
     package = files_in("rectified_flow")
     assert sum(map(takes_all_settings, functions(package))) <= 11, "pass the values that a function needs"
     assert untyped(package) <= 403, "name the type"
+
+
+def test_only_the_programs_spell_a_flag() -> None:
+    """Other modules name arguments, which the programs print as their flags."""
+    elsewhere = [path for path in files_in("rectified_flow") if path.parent.name != "cli"]
+    assert {path: count for path in elsewhere if (count := flag_strings([path]))} == {}
 
 
 def test_the_documentation_lists_every_room() -> None:

@@ -52,7 +52,7 @@ def test_a_path_that_cannot_be_is_refused_by_the_name_of_its_flag(part: type, fl
         with pytest.raises(UsageError) as refusal:
             given(part, flag, path)
         sentence = str(refusal.value)
-        assert sentence.startswith(f"--{flag} ")
+        assert sentence.startswith(f"`{flag}` ")
         assert sentence.endswith(f" cannot be used ({reason}): choose another path")
         assert len(sentence) < 250
 

@@ -88,7 +88,7 @@ def test_nothing_is_imported_or_called_because_a_file_names_it(
     monkeypatch.setattr(os, "system", lambda _command: trace.touch())
     before = set(sys.modules)
     evil = {"kind": name, "command": f"touch {trace}"}
-    with pytest.raises(UsageError, match="is not registered: pass --import MODULE"):
+    with pytest.raises(UsageError, match="is not registered: pass `import` with its module"):
         build({"kind": "Car", "wheels": [evil]} if nested else evil)
     assert set(sys.modules) == before
     assert not trace.exists()
@@ -97,7 +97,7 @@ def test_nothing_is_imported_or_called_because_a_file_names_it(
 def test_classes_are_found_by_their_base() -> None:
     assert names(Vehicle) == ["Car", "Vehicle"]
     assert find("vehicle", Vehicle, "Car") is Car
-    with pytest.raises(UsageError, match="--vehicle Wheel is not registered: choose Car or Vehicle, or pass --import"):
+    with pytest.raises(UsageError, match="`vehicle` Wheel is not registered: choose Car or Vehicle, or pass `import`"):
         find("vehicle", Vehicle, "Wheel")
 
 
@@ -111,7 +111,7 @@ def test_functions_are_found_by_their_role() -> None:
     assert length([1, 2]) == 2
     with pytest.raises(UsageError, match="the kind length is not registered"):
         build({"kind": "length"})
-    with pytest.raises(UsageError, match=r"--optimizer length is not registered: choose another, or pass"):
+    with pytest.raises(UsageError, match=r"`optimizer` length is not registered: choose another, or pass"):
         find("optimizer", "optimizer", "length")
 
 

@@ -1,10 +1,12 @@
 """The facts and speeds that a plan depends on: pictures are counted, steps are timed, memory is read."""
 
 import os
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from math import ceil, inf
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -14,10 +16,19 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 
 from rectified_flow.cli import plan
-from rectified_flow.cli.config import STARTER, DataConfig, InitConfig, Method, NetworkConfig, TrainProgramConfig
+from rectified_flow.cli.config import (
+    STARTER,
+    DataConfig,
+    InitConfig,
+    Method,
+    NetworkConfig,
+    TrainProgramConfig,
+    seconds_of,
+)
 from rectified_flow.cli.data import build_space, can_augment
 from rectified_flow.cli.distill import DistillationData, Recipe, recipe_of
 from rectified_flow.cli.record import recorded_flags
+from rectified_flow.cli.settings import command_line
 from rectified_flow.data.framing import Crop
 from rectified_flow.data.sources import ImageSource, Row
 from rectified_flow.data.sources.folder import FileFolder
@@ -26,7 +37,7 @@ from rectified_flow.data.sources.synthetic_flowers import SYNTHETIC_FLOWERS
 from rectified_flow.data.survey import survey
 from rectified_flow.distributed import on_main
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import command_line, values_of
+from rectified_flow.flags import values_of
 from rectified_flow.flows.flow import Flow
 from rectified_flow.load import autocast
 from rectified_flow.networks.network import to_device
@@ -38,6 +49,7 @@ from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.spaces.space import Space
 from rectified_flow.system.machine import free_memory, memory
 from rectified_flow.system.terminal import duration, line, lines
+from rectified_flow.training.clock import Clock
 from rectified_flow.training.optimizers import find_optimizer
 from rectified_flow.training.speed import Speed, measure_speed
 from rectified_flow.training.trainer import choose_precision
@@ -63,6 +75,28 @@ def budget_of(program: TrainProgramConfig, *, is_own: bool, has_length: bool) ->
         return None
     budget = program.budget or DEFAULT_BUDGET
     return f"{float(budget[:-1]) / 2:g}{budget[-1]}" if program.one_step else budget
+
+
+def seconds_since(began: float) -> float:
+    """Return the seconds since a time of the monotonic clock of the main process. Collective."""
+    return on_main(PartialState(), lambda: time.monotonic() - began)
+
+
+def resumed_clock(folder: Path, budget: str | None, given: Collection[str], began: float) -> Clock | None:
+    """Return the clock of a run that resumes; None if its length is a number of steps. Collective.
+
+    The run has the rest of its time, or a new time if the user gives another budget.
+
+    Args:
+        folder: the folder of the run.
+        budget: the budget that the user gives, if there is one.
+        given: names of the flags that the user gave.
+        began: when the program began, by :func:`time.monotonic`.
+    """
+    if not {"train_num_steps", "num_epochs"}.isdisjoint(given):
+        return None
+    seconds = None if budget is None else seconds_of(budget)
+    return on_main(PartialState(), lambda: Clock.resumed(folder, seconds=seconds, began=began))
 
 
 def may_choose(program: TrainProgramConfig, *, is_own: bool) -> bool:
@@ -114,7 +148,7 @@ def sides_of(source: ImageSource, crop: Crop) -> list[int]:
 def chosen_size(
     source: ImageSource,
     data: DataConfig,
-    time: str,
+    seconds: float,
     precisions: Sequence[str | None],
     speed_of: Callable[[Mapping[str, Any]], Speed],
 ) -> dict[str, Any]:
@@ -123,7 +157,7 @@ def chosen_size(
     Args:
         source: the pictures.
         data: the flags of the pictures.
-        time: the time of the run in words.
+        seconds: the time that is left [s].
         precisions: the precisions to choose from.
         speed_of: measures the speed of a training by flags.
     """
@@ -146,7 +180,7 @@ def chosen_size(
     def error(side: int, autoencoder: tuple[str, ...]) -> float:
         return round_trip_error(source, replace(data, image_size=side, autoencoder=autoencoder))
 
-    made = plan.choose_size(count, int(median(sides)), time, measure, error)
+    made = plan.choose_size(count, int(median(sides)), seconds, measure, error)
     if made.reasons:
         state.print(lines(made.reasons))
     return made.settings

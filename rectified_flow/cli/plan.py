@@ -12,11 +12,12 @@ from math import ceil, inf, log2
 from typing import Any, Literal, NamedTuple
 
 from rectified_flow.cli.config import Method, seconds_of
+from rectified_flow.cli.settings import command_line
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import command_line
 from rectified_flow.networks.network import Network
 from rectified_flow.networks.unet import Unet
 from rectified_flow.runs.checkpoint import EARLY
+from rectified_flow.system.terminal import duration
 from rectified_flow.training.speed import Speed
 
 Starter = Literal["unsuited", "suited", "requested"]
@@ -55,6 +56,7 @@ SHORTER = "pass a smaller --image_size, or a longer --budget"
 FEWEST_STEPS = 10  # no setting makes fewer steps useful
 EMA_SHARE = 0.05  # time constant of the average of the weights, as a share of the steps (budget.md, first table)
 TRAINED_SHARE = 0.9  # of the time, which previews and checkpoints share: 11.8 to 12.3 of 12 minutes (budget.md)
+LEAST_SHARE = 1 / 4  # of the time, for training, even if starting and reading took longer than the rest
 SAMPLES_SHARE = {"distill": 1 / 4, "reflow": 1 / 3}  # of the time, at most, for the data of a teacher (budget.md)
 FORWARD_SHARE = 0.35  # of a training step (benchmarks/step_parts.py of commit 2f9616d)
 MEMORY_SHARE = 0.8  # of the free memory, which libraries, previews and copies for checkpoints share
@@ -76,6 +78,8 @@ class Facts:
     """Sides of the data that the network works on, pictures or latents."""
     fixed: frozenset[str] = frozenset()
     """Flags that the user has set, and the alternatives to them."""
+    spent: float = 0.0
+    """The part of the time that has passed when the plan is made, and that encoding will take [s]."""
     memory: float = inf
     """Free memory of a process [bytes]."""
     processes: int = 1
@@ -102,8 +106,8 @@ class Facts:
 
     @property
     def seconds(self) -> float:
-        """The time [s]."""
-        return seconds_of(self.time)
+        """The time that is left [s]."""
+        return seconds_left(self.time, self.spent)
 
     @property
     def min_batch(self) -> int:
@@ -141,6 +145,13 @@ class Plan(NamedTuple):
 
     settings: dict[str, Any]
     reasons: dict[str, str]
+    most_steps: int | None = None
+    """Number of steps after which samples become copies of the pictures; None for no limit."""
+
+
+def seconds_left(budget: str, spent: float) -> float:
+    """Return the time that is left for training [s], at least a part of the budget: other runs would be of no use."""
+    return max(seconds_of(budget) - spent, LEAST_SHARE * seconds_of(budget))
 
 
 def plan(facts: Facts, measure: Measure) -> Plan:
@@ -172,18 +183,23 @@ def plan(facts: Facts, measure: Measure) -> Plan:
     settings |= {"batch_size": trial.batch // (facts.processes * parts)} if parts > 1 else {}
     speed = speed._replace(memory=speed.memory / parts)
     reasons = _reasons(facts, settings, speed, why_network, trial.batch, fitting)
-    return Plan({name: value for name, value in settings.items() if name not in facts.fixed}, reasons)
+    chosen = {name: value for name, value in settings.items() if name not in facts.fixed}
+    return Plan(chosen, reasons, None if facts.limit == inf else max(steps, int(facts.limit / trial.batch)))
 
 
 def choose_size(
-    pictures: int, side: int, budget: str, measure: MeasureSize, error: MeasureError = lambda _size, _autoencoder: 0.0
+    pictures: int,
+    side: int,
+    seconds: float,
+    measure: MeasureSize,
+    error: MeasureError = lambda _size, _autoencoder: 0.0,
 ) -> Plan:
     """Choose the largest size of the pictures for which there is enough time; no settings if there is none.
 
     Args:
         pictures: number of pictures.
         side: median of the shorter sides of the pictures [px].
-        budget: the time in words.
+        seconds: the time that is left [s].
         measure: returns the speed at a size.
         error: returns how much an autoencoder changes the pictures at a size.
     """
@@ -192,14 +208,14 @@ def choose_size(
         if side < MIN_SHARE_OF_SIDE * size:
             continue
         augment = for_pictures(pictures, augmentable=not autoencoder).get("augment", 0.0)
-        fitting = TRAINED_SHARE * seconds_of(budget) * measure(size, autoencoder).rate
+        fitting = TRAINED_SHARE * seconds * measure(size, autoencoder).rate
         images = min(fitting, limit_of(pictures, augment))
         if images >= min_images:
             if (changed := error(size, autoencoder) if autoencoder else 0.0) > SPOILED:
                 spoiled = f", as --autoencoder {autoencoder[0]} changes these pictures by {changed:.0f} of 255"
                 continue
             settings = {"image_size": size, "autoencoder": autoencoder}
-            text = f"about {images:,.0f} images in {budget}{spoiled}; --image_size overrides the choice"
+            text = f"about {images:,.0f} images in {duration(seconds)}{spoiled}; --image_size overrides the choice"
             return Plan(settings, {"size": f"{' '.join(command_line(settings))}: {text}"})
     return Plan({}, {})
 
@@ -353,7 +369,10 @@ def _reasons(
     why += f"; a step trains on {settings['batch_size']} at once, to save memory" if "batch_size" in settings else ""
     few = f"{images:,} images are too few for samples that look like pictures: {SHORTER}"
     draws = f"draws {samples:,} samples before the training, {samples * facts.calls:,} network calls"
+    trained = images / speed.rate
+    parts = {"to start and read": facts.spent, "to train": trained, "for previews": facts.seconds - trained}
     texts = {
+        "time": ", ".join(f"{duration(each)} {what}" for what, each in parts.items() if each >= 1) + " and saving",
         "budget": f"{facts.time} (--budget changes it): {facts.processes} x {facts.device} trains {speed}",
         "length": f"{settings['train_num_steps']:,} steps of {batch} = {images:,} images, {why}",
         "network": f"{network}; {why_network}" if network else why_network,

@@ -13,13 +13,14 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pkgutil import resolve_name
 from threading import Timer
 from typing import Any
 
 from rectified_flow.errors import RunError, UsageError, first_line
 from rectified_flow.system.signals import STOPPED, handling_signals, stop_on_signals
-from rectified_flow.system.terminal import escaped, prepare_streams
+from rectified_flow.system.terminal import prepare_streams, shown, spelling_arguments
 
 LEAVING_TIMEOUT, EXPLAINING_TIMEOUT = 10.0, 5.0
 """Seconds that an exiting process waits for the other processes, and for the error message of rank 0."""
@@ -37,10 +38,17 @@ def run(main: str, config_class: str, description: str | None, *, in_layers: boo
     while the program exits, kills the process: an exception during an import may be suppressed.
     """
     prepare_streams()
-    with handling_signals(signal.SIG_DFL):
+    with handling_signals(signal.SIG_DFL), spelling_arguments(partial(_flag_of, config_class)):
         paragraphs = (description or "").split("\n\n")
         text = "\n\n".join(" ".join(each.split()) for each in paragraphs)
         _exit(_outcome(main, config_class, text, in_layers=in_layers))
+
+
+def _flag_of(config_class: str, argument: str) -> str:
+    """Return the flag of an argument that a message names, such as ``--image_size``, if the program has it."""
+    from rectified_flow.flags import flag_types
+
+    return f"--{argument}" if argument in flag_types(resolve_name(config_class)) else f"`{argument}`"
 
 
 def _outcome(main: str, config_class: str, description: str, *, in_layers: bool) -> int:
@@ -123,7 +131,7 @@ def _explain(sentence: str, code: int) -> int:
     if code:
         _await_rank_0()
     if code or _is_rank_0():
-        print(escaped(sentence), file=sys.stderr, flush=True)
+        print(shown(sentence), file=sys.stderr, flush=True)
     return code
 
 

@@ -4,6 +4,7 @@ import importlib
 import io
 import os
 import sys
+import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import redirect_stderr
 from functools import cached_property
@@ -55,14 +56,16 @@ class Settings(Generic[C_co]):
     Args:
         kind: the dataclass of the program's groups of flags.
         layers: the flags of each layer but the lowest.
+        began: when the program began, by :func:`time.monotonic`; now if not given.
     """
 
-    def __init__(self, kind: type[C_co], layers: Mapping[Layer, Flags]) -> None:
+    def __init__(self, kind: type[C_co], layers: Mapping[Layer, Flags], began: float | None = None) -> None:
         self.kind, self.layers = kind, dict(layers)
+        self.began = time.monotonic() if began is None else began
 
     def with_layer(self, layer: Layer, flags: Flags) -> "Settings[C_co]":
         """Return settings with further flags in a layer."""
-        return Settings(self.kind, self.layers | {layer: {**self.layers.get(layer, {}), **flags}})
+        return Settings(self.kind, self.layers | {layer: {**self.layers.get(layer, {}), **flags}}, self.began)
 
     def resolving(self, flags: Flags) -> "Settings[C_co]":
         """Return settings with values in place of those that leave something open, such as an image size of 0.
@@ -75,7 +78,7 @@ class Settings(Generic[C_co]):
             origin = self.origin(name)
             layer: Layer = "plan" if origin == "default" else origin
             layers[layer] = {**layers.get(layer, {}), name: value}
-        return Settings(self.kind, layers)
+        return Settings(self.kind, layers, self.began)
 
     @cached_property
     def values(self) -> C_co:
@@ -125,6 +128,7 @@ def read_settings(
     config_class: type[C], description: str, arguments: Sequence[str] | None = None, *, quiet: bool = False
 ) -> Settings[C]:
     """Return the settings that the command line gives. ``--help`` and errors exit, silently if ``quiet``."""
+    began = time.monotonic()
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     for word, value in pairwise(["", *arguments, "end"]):
         name = word if word.startswith("--") else "an argument"
@@ -136,7 +140,7 @@ def read_settings(
     layers: dict[Layer, Flags] = {"given": {name: value for name, value in values.items() if name in names}}
     if (file := values.get("config")) is not None:
         layers["file"] = _from_file(config_class, file, names)
-    settings = Settings(config_class, layers)
+    settings = Settings(config_class, layers, began)
     check_rules(settings.values, settings.given)
     return settings
 
@@ -166,6 +170,19 @@ def _parsed(config_class: type[C], description: str, arguments: Sequence[str], *
             hints = [f"--{name}: pass {OF_OTHERS[name]}\n" for name in typed if name in OF_OTHERS and name not in known]
             sys.stderr.write(explanation.getvalue() + "".join(hints))
         raise
+
+
+def command_line(flags: Mapping[str, Any]) -> list[str]:
+    """Return the words that set these flags on a command line; None and empty lists leave a flag out."""
+    words: list[str] = []
+    for name, value in flags.items():
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no_{name}")
+        elif isinstance(value, list | tuple):
+            words += [f"--{name}", *map(str, value)] if value else []
+        elif value is not None:
+            words += [f"--{name}", str(value)]
+    return words
 
 
 def check_rules(config: Any, given: Collection[str]) -> None:

@@ -1,7 +1,6 @@
 """The training program: open the data, plan the run, build the flow, train."""
 
-from collections.abc import Collection, Mapping
-from math import ceil, gcd
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +10,14 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import set_seed
 
 from rectified_flow.cli import facts, plan
-from rectified_flow.cli.build import build_flow, choose_flow, choose_network, divisor_of, join
-from rectified_flow.cli.config import (
-    UNET,
-    DataConfig,
-    EvaluationConfig,
-    NetworkConfig,
-    OneStepConfig,
-    TrainConfig,
-    check_outside,
-)
-from rectified_flow.cli.data import build_space, check_source, find_data, flags_of_files, summary_of
+from rectified_flow.cli.build import build_flow, choose_network, divisor_of, join
+from rectified_flow.cli.checks import check_flags, check_items, check_sides, check_space
+from rectified_flow.cli.config import UNET, EvaluationConfig, OneStepConfig, TrainConfig, seconds_of
+from rectified_flow.cli.data import build_space, find_data, flags_of_files, summary_of
 from rectified_flow.cli.distill import DistillationData, open_distilled
 from rectified_flow.cli.framing import FramedFlags, framing_of
 from rectified_flow.cli.record import DATA_FLAGS, check_one_step, distillation_of, with_record
-from rectified_flow.cli.settings import Settings, check_rules
+from rectified_flow.cli.settings import Settings
 from rectified_flow.condition import ConditionSpecs
 from rectified_flow.data.description import PictureData, RunData, with_sources
 from rectified_flow.data.sources import ImageSource
@@ -37,14 +29,14 @@ from rectified_flow.evaluation.features import RenderedItems
 from rectified_flow.evaluation.heldout import HeldOutPictures, Split, hold_out
 from rectified_flow.flags import recorded, refuse, rules_of
 from rectified_flow.flows.flow import Flow
-from rectified_flow.flows.flow_map import FlowMap, takes_interval
 from rectified_flow.parts import name_of
 from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.folder import check_start, describe_run, write_config
 from rectified_flow.spaces.space import Space, with_augmentation
-from rectified_flow.system.terminal import line, lines, size_text
+from rectified_flow.system.terminal import line, lines
+from rectified_flow.training.clock import CLOCK_FILE, Clock
 from rectified_flow.training.evaluations import Callback, EvaluationHook, HeldOutHook
 from rectified_flow.training.speed import Speed, summarize
 from rectified_flow.training.trainer import Trainer, build_accelerator, choose_precision
@@ -63,23 +55,34 @@ def train(settings: Settings[TrainConfig]) -> bool:
     program = settings.values.program
     if not program.one_step or program.dry_run:
         return train_run(settings)
-    second = one_step_of(settings.values, settings.layers.get("given", {}))
+    second = one_step_of(settings, spent=0.0)
     distilled, run = distillation_of(second.values), second.values.run
     on_main(join(settings.values), lambda: check_one_step(run, second.values.method, distilled))
     if not train_run(settings):
         return False
+    second = one_step_of(settings, spent=facts.seconds_since(settings.began))
     AcceleratorState._reset_state()  # the run may have another precision
     return train_run(second)
 
 
-def one_step_of(values: TrainConfig, given: Mapping[str, Any]) -> Settings[TrainConfig]:
-    """Return the settings of the one-step generator of ``--one_step``: half of the budget, and this machine's flags."""
-    rules, run = rules_of(TrainConfig), values.run
+def one_step_of(settings: Settings[TrainConfig], *, spent: float) -> Settings[TrainConfig]:
+    """Return the settings of the one-step generator of ``--one_step``: this machine's flags, and the time that is left.
+
+    The generator gets at most half of the budget, and at least a tenth. A generator that has begun has a clock of its
+    own.
+
+    Args:
+        settings: the settings of the run.
+        spent: the time that the run took [s].
+    """
+    rules, run, given = rules_of(TrainConfig), settings.values.run, settings.layers.get("given", {})
     flags = {name: value for name, value in given.items() if rules[name].local and name not in DATA_FLAGS}
     flags |= {"teacher": run.output_dir, "output_dir": run.output_dir / "one-step", "seed": run.seed}
-    flags["budget"] = facts.budget_of(values.program, is_own=True, has_length=False)
     if run.checkpoint_dir is not None:
         flags["checkpoint_dir"] = run.checkpoint_dir / "one-step"
+    if not (flags["output_dir"] / CLOCK_FILE).exists():
+        budget = seconds_of(settings.values.program.budget or facts.DEFAULT_BUDGET)
+        flags["budget"] = f"{min(max(budget - spent, budget / 10), budget / 2):.1f}s"
     return Settings(OneStepConfig, {"given": flags})
 
 
@@ -93,21 +96,19 @@ def train_run(settings: Settings[TrainConfig]) -> bool:
     settings, has_begun = with_record(settings)
     values = settings.values
     distilled = distillation_of(values)
-    has_length, is_own = "train_num_steps" in settings.fixed, values.has_own_data
-    time = None if has_begun else facts.budget_of(program, is_own=is_own, has_length=has_length)
+    asked = facts.budget_of(program, is_own=values.has_own_data, has_length="train_num_steps" in settings.fixed)
+    budget = None if has_begun else asked
     settings = settings.resolving(flags_of_files(values.data, may_choose=not has_begun and distilled is None))
     values = settings.values
     data, found = find_data(values.data, values.source, values.columns)
-    if not data.has_pictures:
+    if not isinstance(data, PictureData):
         check_items(settings.given, data.name)
-    elif not has_begun and distilled is None and facts.may_choose(program, is_own=is_own):
-        settings = with_recipe(settings, found, time)
-        values = settings.values
-        data, found = find_data(values.data, values.source, values.columns)
-
-    if isinstance(data, PictureData) and not has_begun and distilled is None:
-        asked = FramedFlags(values.data, values.source, values.init, values.columns.condition_on, settings.given)
-        chosen, notes = framing_of(asked, data, found)
+    elif not has_begun and distilled is None:
+        if facts.may_choose(program, is_own=values.has_own_data):
+            settings = with_recipe(settings, found, budget)
+        values, columns = settings.values, values.columns.condition_on
+        flags = FramedFlags(values.data, values.source, values.init, columns, settings.given)
+        chosen, notes = framing_of(flags, data, found)
         settings = settings.resolving(chosen)
         values = settings.values
         data, found = find_data(values.data, values.source, values.columns)
@@ -115,14 +116,14 @@ def train_run(settings: Settings[TrainConfig]) -> bool:
 
     # All checks that need no data precede the decoding of the pictures, which can take hours.
     space = build_space(values.data, found)
-    _check_space(
+    check_space(
         space,
         crops=values.data.crop == "random" and "crop" in settings.given and not has_begun,
         is_encoded=bool(values.data.autoencoder),
         evaluates=values.evaluation.evaluate_every > 0,
     )
     if (
-        time is None
+        budget is None
         or distilled is not None
         or not facts.is_free(choose_network(values.network), values.network, settings.given)
     ):
@@ -136,21 +137,40 @@ def train_run(settings: Settings[TrainConfig]) -> bool:
     space = build_space(values.data, opened, teacher)
     split = None
     if data.has_pictures and distilled is None:
-        stops, seed = values.evaluation.stop_when_memorising, values.data.data_seed or 0
-        is_given = "holdout" in settings.given
-        split = hold_out_pictures(opened, values.data.holdout, seed, is_given=is_given, stops=stops)
+        split = hold_out_pictures(
+            opened,
+            values.data.holdout,
+            values.data.data_seed or 0,
+            is_given="holdout" in settings.given,
+            stops=values.evaluation.stop_when_memorising,
+        )
+    opened = with_sources(opened, data, space)
+    rows = opened
+    if distilled is None and not program.dry_run:  # before the plan, which then knows the time that encoding takes
+        rows, space = space.medium.rows(opened, mirrored=values.data.horizontal_flip)
     count, conditions = len(opened) if split is None else len(split.training), getattr(opened, "conditions", {})
-    if not has_begun and time is None:
-        settings = settings.resolving(facts.short_warm_up(values.run, _items_of(distilled, count), settings.given))
-    if not has_begun and (data.has_pictures or program.dry_run):
-        settings = with_plan(settings, time, count, conditions, space)
+    clock = None
+    if has_begun:
+        clock = facts.resumed_clock(
+            values.run.output_dir, asked if program.budget else None, settings.given, settings.began
+        )
+    elif data.has_pictures or program.dry_run:
+        settings, clock = with_plan(settings, budget, count, conditions, space)
         values = settings.values
     check_sides(values.network, values.data, space)
-    return train_settled(values, data, opened, split, space, has_begun=has_begun)
+    return train_settled(values, data, opened, rows, split, space, has_begun=has_begun, clock=clock)
 
 
 def train_settled(
-    values: TrainConfig, data: RunData, opened: Any, split: Split | None, space: Space, *, has_begun: bool
+    values: TrainConfig,
+    data: RunData,
+    opened: Any,
+    rows: Any,
+    split: Split | None,
+    space: Space,
+    *,
+    has_begun: bool,
+    clock: Clock | None,
 ) -> bool:
     """Train by final flags on open data, or print the size of the run; return whether it finished.
 
@@ -158,15 +178,16 @@ def train_settled(
         values: the flags.
         data: the description of the data.
         opened: the data.
+        rows: the data as the space stores them, without those of a teacher.
         split: the rows of the data on either side of the split, if some are held out.
-        space: the space of the data.
+        space: the space of the rows.
         has_begun: whether the run resumes.
+        clock: the time of the run, if it has a budget.
     """
     state, distilled = PartialState(), distillation_of(values)
     conditions, count = getattr(opened, "conditions", {}), len(opened) if split is None else len(split.training)
     start = values.init.origin(values.data.starter) if distilled is None else distilled.teacher
     flow = build_flow(values, conditions, with_augmentation(space, values.data.augment))
-    opened = with_sources(opened, data, flow.space)
     start_from(start, values.run, flow)
     summary: dict[str, object] = {"pictures": summary_of(opened)} if data.has_pictures else {"items": len(opened)}
     scale = space.medium.summary
@@ -176,51 +197,61 @@ def train_settled(
         print_dry_run(values.run, flow, shown, _items_of(distilled, count))
         return True
     records: dict[str, Any] = {"data": describe(data), "flags": recorded(values)}
-    if distilled is not None and not has_begun:  # a run that is killed while it generates the data keeps its plan
-        document = describe_run(values.run, describe(flow), opened, **records)
-        on_main(state, lambda: write_config(values.run.output_dir, document))
-    holdout = values.data.holdout, values.data.data_seed or 0
-    rows = _rows(distilled, flow, opened, holdout, values.run, mirrored=values.data.horizontal_flip)
+    if distilled is not None:
+        if not has_begun:  # a run that is killed while it generates the data keeps its plan
+            document = describe_run(values.run, describe(flow), opened, **records)
+            on_main(state, lambda: write_config(values.run.output_dir, document))
+        holdout = values.data.holdout, values.data.data_seed or 0
+        rows = open_distilled(distilled, opened, holdout, choose_precision(values.run, state.device))
     training, held_out = (rows, None) if split is None else split.divide(rows)
     callbacks = _callbacks(values.run, values.evaluation, flow, opened, split, data.name)
     if held_out is not None:
         callbacks.insert(0, build_heldout_hook(values.run, values.evaluation, training, held_out))
     texts_of = opened if distilled is not None else held_out  # distillation data have no texts for previews
-    return Trainer(flow, training, values.run, callbacks=callbacks, preview_data=texts_of, **records).train()
+    return Trainer(
+        flow, training, values.run, callbacks=callbacks, preview_data=texts_of, clock=clock, **records
+    ).train()
 
 
-def with_recipe(settings: Settings[TrainConfig], source: ImageSource, time: str | None) -> Settings[TrainConfig]:
+def with_recipe(settings: Settings[TrainConfig], source: ImageSource, budget: str | None) -> Settings[TrainConfig]:
     """Return the settings with those that suit the pictures of a source, and print them. Collective."""
     values, size = settings.values, None
-    if time is not None:
+    if budget is not None:
         size = {}
         rules = rules_of(TrainConfig)
         is_free = not any(rules[name].fixes_size for name in settings.given)
         if is_free and values.init.origin(values.data.starter) is None and not values.data.space:
             precisions = facts.precisions(values.run, values.method, settings.fixed)
             size = facts.chosen_size(
-                source, values.data, time, precisions, lambda flags: speed_of(settings.with_layer("given", flags))
+                source,
+                values.data,
+                plan.seconds_left(budget, facts.seconds_since(settings.began)),
+                precisions,
+                lambda flags: speed_of(settings.with_layer("given", flags)),
             )
     divisor = divisor_of(choose_network(values.network))
     return settings.with_layer("plan", facts.recipe(values.data, source, divisor, settings.fixed, size))
 
 
 def with_plan(
-    settings: Settings[TrainConfig], time: str | None, count: int, conditions: ConditionSpecs, space: Space
-) -> Settings[TrainConfig]:
-    """Return the settings of a run that takes a time, and print its plan; without a time, print its speed. Collective.
+    settings: Settings[TrainConfig], budget: str | None, count: int, conditions: ConditionSpecs, space: Space
+) -> tuple[Settings[TrainConfig], Clock | None]:
+    """Return the settings of a run that takes a time and its clock, and print the plan. Collective.
+
+    Without a time, the speed is printed, and the run has no clock.
 
     Args:
         settings: the settings of the run.
-        time: the time in words, or None.
+        budget: the time in words, or None.
         count: number of items to train on.
         conditions: the conditions of the items.
         space: the space of the data.
     """
     values, distilled = settings.values, distillation_of(settings.values)
-    if time is None:
-        facts.print_speed(values.run, speed_of(settings, conditions, space), _items_of(distilled, count))
-        return settings
+    if budget is None:
+        items = _items_of(distilled, count)
+        facts.print_speed(values.run, speed_of(settings, conditions, space), items)
+        return settings.resolving(facts.short_warm_up(values.run, items, settings.given)), None
     network, fixed = choose_network(values.network), settings.fixed
     if facts.is_free(network, values.network, settings.given):
         fixed = fixed - {"network", *plan.UNET_FLAGS}
@@ -237,7 +268,8 @@ def with_plan(
         distilled,
         fixed,
         pictures=count,
-        time=time,
+        time=budget,
+        spent=facts.seconds_since(settings.began),
         sides=(space.shape or values.data.framing.shape)[1:],
         network=network.target,
         why_network=why_network,
@@ -247,7 +279,8 @@ def with_plan(
         known, lambda trial: speed_of(settings.resolving(plan.settings_of(known, trial)), conditions, space)
     )
     PartialState().print(lines(made.reasons))
-    return settings.resolving(made.settings)
+    clock = Clock(known.spent + known.seconds, made.most_steps, began=settings.began)
+    return settings.resolving(made.settings), clock
 
 
 def speed_of(
@@ -260,53 +293,6 @@ def speed_of(
             values, conditions or {}, with_augmentation(space or build_space(values.data), values.data.augment)
         )
     return facts.training_speed(flow, values.run, distilled.path_points if distilled else 0)
-
-
-def check_flags(values: TrainConfig, given: Collection[str]) -> None:
-    """Check relations between flags of different groups, and the names of registered parts."""
-    check_rules(values, given)
-    method, has_teacher, run = values.method, values.teacher.teacher is not None, values.run
-    needed = "has no effect with --teacher" if has_teacher else "needs --teacher: pass the run of a rectified flow"
-    refuse({f"method {method}": (method in ("distill", "reflow")) != has_teacher}, needed)
-    source = values.source.source_path
-    written = {"output_dir": run.output_dir, "checkpoint_dir": run.checkpoint_dir, "cache_dir": values.data.cache_dir}
-    check_outside("dataset_path", values.data.dataset_path, **written, source_path=source)
-    check_outside("source_path", source, **written)
-    network, flow = choose_network(values.network), choose_flow(values.flow, method, is_taught=has_teacher)
-    noisy = values.source.source_noise > 0 and not values.source.as_start
-    refuse({"source_noise": noisy}, "has no effect if the source is a condition: pass --source_as start")
-    one_step, is_map = values.program.one_step, issubclass(flow.target, FlowMap)
-    refuse({"one_step": one_step and is_map}, f"is for rectified flows, not --method {method}: leave it out")
-    if (one_step or is_map) and not takes_interval(network.target):
-        needed = "has no input r, the end of an interval, which a one-step generator needs: train only a rectified flow"
-        raise UsageError(f"--network {network.target.__name__} {needed}")
-    check_source(values.source)
-
-
-def check_items(given: Collection[str], dataset: str) -> None:
-    """Raise a UsageError if a flag is for pictures, and the data are items of a registered dataset."""
-    rules = rules_of(TrainConfig)
-    refuse(
-        {name: rules[name].for_pictures for name in sorted(given)},
-        f"is for pictures, and --dataset {dataset} has items of another kind",
-    )
-
-
-def _check_space(space: Space, *, crops: bool, is_encoded: bool, evaluates: bool) -> None:
-    """Raise a UsageError if a flag has no effect on data of this space.
-
-    Args:
-        space: the space.
-        crops: whether random crops are asked for.
-        is_encoded: whether an autoencoder encodes the pictures.
-        evaluates: whether samples are compared by their features during training.
-    """
-    refuse(
-        {"crop random": crops and is_encoded},
-        "has no effect with --autoencoder, which encodes the centre: leave it out",
-    )
-    by_features = evaluates and "frechet" not in space.medium.metrics
-    refuse({"evaluate_every": by_features}, "compares features of photographs: leave it out, and run evaluate.py")
 
 
 def _items_of(distilled: DistillationData | None, count: int) -> int:
@@ -327,25 +313,6 @@ def _opened(data: RunData, found: Any) -> Any:
         facts = {"the number of pictures": len(opened), "their fingerprint": opened.fingerprint}
         check_equal(PartialState(), lambda: facts)
     return opened
-
-
-def _rows(
-    distilled: DistillationData | None,
-    flow: Flow,
-    opened: Any,
-    holdout: tuple[float, int],
-    run: TrainingConfig,
-    *,
-    mirrored: bool,
-) -> Any:
-    """Return the data as the space of the flow stores them, or the data of a teacher. Collective.
-
-    The flow gets the space of these rows, whose scales are known now.
-    """
-    if distilled is not None:
-        return open_distilled(distilled, opened, holdout, choose_precision(run, PartialState().device))
-    rows, flow.space = flow.space.medium.rows(opened, mirrored=mirrored)
-    return rows
 
 
 def _callbacks(
@@ -379,19 +346,6 @@ def start_from(origin: Path | None, run: TrainingConfig, flow: Flow) -> None:
         fitting = f"{fits / total:.0%} of this network's weights would fit"
         raise UsageError(f"{source} is of another architecture ({fitting}): pass the --dim and --dim_mults of its run")
     state.print(line("start from", f"{source}: {fits:,} of {total:,} weights"))
-
-
-def check_sides(flags: NetworkConfig, data: DataConfig, space: Space) -> None:
-    """Raise a UsageError if the network does not take the sides of the pictures, or of their latents."""
-    size, shape, network = data.image_size, space.shape or data.framing.shape, choose_network(flags)
-    if len(shape) < 3:  # items that are not pictures, for a registered network
-        return
-    height, width = shape[-2:]
-    divisor, common = divisor_of(network), gcd(height, width)
-    if common % divisor > 0:
-        inputs = f"inputs of {size_text(width, height)}, not divisible by {divisor}"
-        problem = f"--image_size {size} gives the network {inputs}, as this {network.target.__name__} requires"
-        raise UsageError(f"{problem}: pass a multiple of {divisor * (size // common)}")
 
 
 def hold_out_pictures(pictures: ImageDataset, share: float, seed: int, *, is_given: bool, stops: bool) -> Split | None:

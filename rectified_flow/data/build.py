@@ -29,9 +29,9 @@ from rectified_flow.errors import BusyError, UsageError, first_line
 from rectified_flow.system.artifact import Artifact
 from rectified_flow.system.files import LOCK_TIMEOUT, flush, usable_path, writing
 from rectified_flow.system.machine import processors, require_disk
-from rectified_flow.system.terminal import progress_bar, warn_once
+from rectified_flow.system.terminal import progress_bar, shown, warn_once
 
-REMEDY = "pass a writable folder with --cache_dir"
+REMEDY = "pass a writable folder with `cache_dir`"
 Rows = Mapping[str, np.ndarray[Any, Any]]
 """Consecutive rows ``[b, ...]`` by entry, of the type to store."""
 
@@ -175,7 +175,7 @@ def default_cache_dir() -> Path:
     """Return the default folder of stores: ``$RECTIFIED_FLOW_CACHE``, else the user's cache folder."""
     base = os.environ.get("XDG_CACHE_HOME", "~/.cache")
     path = Path(os.environ.get("RECTIFIED_FLOW_CACHE", f"{base}/rectified-flow"))
-    return usable_path("the default --cache_dir", path)
+    return usable_path("the default `cache_dir`", path)
 
 
 def open_store(
@@ -197,7 +197,7 @@ def open_store(
     chosen = [*sorted(exclude), *([] if limit is None else [limit])]
     key = key_of(STORE_VERSION, source.fingerprint, *astuple(framing), skip_broken_images, *rows.key, *chosen)
     slug = "".join(c if c.isalnum() else "-" for c in source.name).strip("-")[-40:]
-    cache_dir = default_cache_dir() if cache_dir is None else usable_path("--cache_dir", cache_dir)
+    cache_dir = default_cache_dir() if cache_dir is None else usable_path("`cache_dir`", cache_dir)
     path = cache_dir / f"{slug}-{framing.size_text}px-{key}"
     store = StoreWriter(path, len(source), "image store", documents=[ORIGINALS_FILE])
     with store.claimed(REMEDY) as is_missing:
@@ -223,7 +223,7 @@ def _build(
             if skip_broken_images:
                 return None
             broken = f"broken image {source.describe(index)} ({getattr(error, 'strerror', None) or first_line(error)})"
-            raise UsageError(f"{broken}: remove it, or pass --skip_broken_images") from error
+            raise UsageError(f"{broken}: remove it, or pass `skip_broken_images`") from error
 
     kept, broken, contents = list[tuple[Original, int]](), list[str](), set[bytes]()
     remarked = defaultdict[str, list[str]](list)
@@ -253,11 +253,11 @@ def _build(
     if len(remarked[TRANSPARENT]) == len(kept):
         raise UsageError(f"all {len(kept)} pictures of {source.name} are {TRANSPARENT}: save them with visible pixels")
     count = len(source) - len(numbers)
-    excluded = [f"left out {count} images by --exclude or --max_train_samples"] if count else []
+    excluded = [f"left out {count} images by `exclude` or by the limit of their number"] if count else []
     skipped = [f"skipped {len(broken)} broken images of {len(numbers)}; the first is {each}" for each in broken[:1]]
     noted = [counted(len(names), remark, names[0]) for remark, names in remarked.items() if names]
     for note in (*source.notes, *excluded, *skipped, *noted):
-        tqdm.write(note)
+        tqdm.write(shown(note))
     originals, labels = zip(*kept, strict=True)
     (store.stage / ORIGINALS_FILE).write_text(json.dumps(originals))
     store.complete(

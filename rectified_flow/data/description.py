@@ -50,7 +50,7 @@ class Columns:
         for found in find_columns(pictures, self.names, source):
             if found.name in columns:
                 twice = f"another column is {found.name}, too; rename one of them"
-                raise UsageError(f"--condition_on {found.column}: {twice}")
+                raise UsageError(f"`condition_on` {found.column}: {twice}")
             if kinds is not None:
                 kind = kinds.get(found.name)
             else:
@@ -63,7 +63,7 @@ class Columns:
                     raise UsageError(f"the column {found.column} of {pictures.info.source}: {error}") from error
                 columns[found.name] = Column(kind, found.first, found.texts, values)
         if self.text_encoder and not any(each.kind.is_text for each in columns.values()):
-            raise UsageError("--text_encoder has no effect: no column of --condition_on has captions; leave it out")
+            raise UsageError("`text_encoder` has no effect: no column of `condition_on` has captions; leave it out")
         return pictures.changed(columns=columns, seed=seed)
 
 
@@ -84,10 +84,7 @@ class Sources:
 
     def add_to(self, pictures: ImageDataset, like: Pictures, seed: int) -> ImageDataset:
         """Return the pictures with their sources, which are framed ``like`` the pictures."""
-        try:
-            source = replace(like, dataset_path=self.path, exclude=(), limit=None, resize=self.resize).open()
-        except UsageError as error:
-            raise UsageError(str(error).replace("--dataset_path", "--source_path")) from error
+        source = replace(like, dataset_path=self.path, exclude=(), limit=None, resize=self.resize).open()
         if not self.paired:
             return pictures.changed(source=source, seed=seed)
         return pair_by_name(pictures, source, skip_unpaired=like.skip_broken_images, exclude=like.exclude)

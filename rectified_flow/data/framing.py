@@ -56,7 +56,7 @@ class Framing:
         short = min(width, height)
         times, rest = divmod(image_size, short)
         if rest:
-            given = f"--image_size {image_size} with --aspect_ratio {aspect_ratio}"
+            given = f"`image_size` {image_size} with `aspect_ratio` {aspect_ratio}"
             raise UsageError(f"{given} gives a fractional long side; pass a multiple of {short}")
         return cls(width * times, height * times, alpha, crop, grey, resize, bits)
 
@@ -94,5 +94,5 @@ def parse_ratio(text: str) -> tuple[int, int]:
     match = re.fullmatch("([1-9][0-9]{0,3}):([1-9][0-9]{0,3})", text)
     if match is None:
         rule = "it must be width:height, two whole numbers from 1 to 9999, such as 3:2"
-        raise UsageError(f"--aspect_ratio is {text}; {rule}")
+        raise UsageError(f"`aspect_ratio` is {text}; {rule}")
     return fractions.Fraction(int(match[1]), int(match[2])).as_integer_ratio()

@@ -32,7 +32,7 @@ from rectified_flow.errors import UsageError, first_line
 from rectified_flow.flags import refuse
 from rectified_flow.registry import describe, find, names
 from rectified_flow.system.files import read_bytes
-from rectified_flow.system.terminal import escaped
+from rectified_flow.system.terminal import shown
 
 METADATA_FILES = ("metadata.csv", "metadata.jsonl")
 FILE_NAME, TEXT = "file_name", "text"
@@ -67,7 +67,7 @@ def read_metadata(metadata: Sequence[Path], files: Sequence[Path]) -> dict[str, 
         found = f"{len(absent)} of the {FILE_NAME}s in {metadata[0].name} do not exist, such as {absent[0]}"
         if not known:
             raise UsageError(f"{found}: write paths relative to it")
-        PartialState().print(escaped(f"note: {found}"))
+        PartialState().print(shown(f"note: {found}"))
     if TEXT not in columns:
         beside = {row: path for row, file in enumerate(files) if (path := file.with_suffix(".txt")).exists()}
         for row, path in beside.items():
@@ -212,7 +212,7 @@ def choose_columns(
         cells = {name: values[row] for name, row in rows.items()}
         spec = _spec(column, cells, [kinds[types[column]]] if types.get(column) else [*kinds.values()])
         if spec is None and not every:
-            raise UsageError(f"--condition_on {column} has no values (texts, numbers or lists of texts): leave it out")
+            raise UsageError(f"`condition_on` {column} has no values (texts, numbers or lists of texts): leave it out")
         if spec is not None and not (every and spec.has_identifiers):
             chosen.append(spec)
     refuse({"condition_on all": not chosen}, f"finds no suitable column in {source}: its columns are {has}")
@@ -232,7 +232,7 @@ def _spec(column: str, values: Mapping[str, Any], kinds: Sequence[type[WrittenCo
         try:
             normal.append([each for text in cell if (each := kind.normal(text))])
         except ValueError as error:
-            found = f"--condition_on {column} has {kind.column_type}s, but {str(error)!r} for the picture {name}"
+            found = f"`condition_on` {column} has {kind.column_type}s, but {str(error)!r} for the picture {name}"
             raise UsageError(f"{found}: correct this value, or pass {column}=label") from error
     first = np.cumsum([0, *map(len, normal)], dtype=np.int64)
     texts = [text for cell in normal for text in cell]

@@ -1,7 +1,6 @@
 """Open the pictures of a description, and read the metadata and the file names of the pictures."""
 
 import os
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,12 +96,12 @@ class Pictures:
             if self.dataset == SYNTHETIC_FLOWERS:
                 return SyntheticFlowers(2 * max(self.framing.stored_size))
             is_folder = os.path.isdir(self.dataset)
-            refuse({f"dataset {self.dataset}": is_folder}, f"is a folder: pass it as --dataset_path {self.dataset}")
+            refuse({f"dataset {self.dataset}": is_folder}, f"is a folder: pass it as `dataset_path` {self.dataset}")
             return HuggingFaceSource(self.dataset, self.split)
-        folder = usable_path("--dataset_path", self.dataset_path).resolve()
+        folder = usable_path("the folder", self.dataset_path).resolve()
         if not folder.is_dir():
             what = content_of(folder) if folder.is_file() else None
-            raise UsageError(f"--dataset_path {folder} is not a folder" + f", but {what}" * (what is not None))
+            raise UsageError(f"{folder} is not a folder" + f", but {what}" * (what is not None))
         if reader is not None:
             return cast(ImageSource, reader(folder, split=self.split, **typed_options("space", reader, options)))
         if find_dataset_file(folder) is not None:
@@ -111,7 +110,7 @@ class Pictures:
         for other, _most, odd in _claims(folder):
             if odd:
                 found = f"{len(odd)} files of {other.kind} are read as pictures, such as {printable(odd[0])}"
-                source.notes.append(f"{found}: pass --space {other.space_name} to read {other.kind}")
+                source.notes.append(f"{found}: pass `space` {other.space_name} to read {other.kind}")
         return source
 
     def open(self, source: ImageSource | None = None) -> ImageDataset:
@@ -168,10 +167,7 @@ def open_dataset(
         exclude=tuple(map(str, exclude)),
         **framing,
     )
-    try:
-        return pictures.open(source)
-    except UsageError as error:
-        raise type(error)(re.sub(r"--(?=[a-z])", "", str(error))) from error  # a flag has the name of its parameter
+    return pictures.open(source)
 
 
 class OxfordFlowersDataset(ImageDataset):

@@ -29,6 +29,7 @@ from rectified_flow.registry import build
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.spaces.space import Space
 from rectified_flow.system.files import read_document, reading
+from rectified_flow.system.terminal import shown
 
 LABELS_FILE, INFO_FILE, RECIPE_FILE, ORIGINALS_FILE = "labels.npy", "info.json", "recipe.json", "originals.json"
 
@@ -276,11 +277,11 @@ def pair_by_name(
     paired = [row for row, partner in enumerate(partners) if partner >= 0]
     excluded = {str(Path(name).with_suffix("")) for name in exclude}
     if alone := sorted({*mine, *theirs} - {mine[row] for row in paired} - excluded):
-        where = f"--source_path {source.info.source} and --dataset_path {pictures.info.source}"
+        where = f"`source_path` {source.info.source} and `dataset_path` {pictures.info.source}"
         found = f"{len(alone)} pictures in {where} have no partner of the same name and shape, such as {alone[0]}"
         if not paired or not skip_unpaired:
-            raise UsageError(f"{found}: add the partner, or pass --skip_broken_images")
-        PartialState().print(f"note: {found}; they are left out")
+            raise UsageError(f"{found}: add the partner, or pass `skip_broken_images`")
+        PartialState().print(shown(f"note: {found}; they are left out"))
     return pictures.changed(source=source, partners=np.asarray(partners)).subset(paired)
 
 

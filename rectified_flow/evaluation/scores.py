@@ -216,7 +216,7 @@ def likelihood(comparison: Comparison) -> dict[str, float]:
 
 def _summary(name: str, bits: Tensor) -> dict[str, float]:
     if not bits.isfinite().all():
-        raise RunError("the ODE of the flow diverges for some of the pictures: raise --steps")
+        raise RunError("the ODE of the flow diverges for some of the pictures: raise `steps`")
     return {name: bits.mean().item(), f"{name}_error": bits.std().item() / len(bits) ** 0.5}
 
 
@@ -226,7 +226,7 @@ def _checked(flow: Flow) -> RectifiedFlow:
     if whole and isinstance(flow, RectifiedFlow) and flow.prediction != "clean":
         return flow
     needs = "a rectified flow from noise to data without unknown values, and a prediction of the velocity or the noise"
-    raise UsageError(f"--metric likelihood needs {needs}")
+    raise UsageError(f"`metric` likelihood needs {needs}")
 
 
 def estimates(comparison: Comparison, data: RealData, rows: Sequence[int], numbers: Sequence[int]) -> Tensor:

@@ -63,7 +63,7 @@ class FlowMap(Flow):
         """
         rows = max(round(share * count), int(share > 0 and count > 1))
         if self.training and rows == 0 < share:
-            raise UsageError(f"{share:g} of a micro-batch of {count} is less than one row: raise --batch_size")
+            raise UsageError(f"{share:g} of a micro-batch of {count} is less than one row: raise `batch_size`")
         return rows
 
     def average_velocity(self, x: Tensor, t: Tensor, r: Tensor, **conditions: Tensor) -> Tensor:

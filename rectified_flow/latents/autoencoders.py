@@ -54,8 +54,8 @@ class Autoencoder(ABC):
             mean, std = self.encode(pictures)
             if self.decode(mean).shape == pictures.shape:
                 return 1 if std is None else 2, *mean.shape[1:]
-        size = f"--image_size {min(pictures.shape[2:])}"
-        raise UsageError(f"{size} cannot be halved as often as --autoencoder {self.name} does: pass a power of two")
+        size = f"`image_size` {min(pictures.shape[2:])}"
+        raise UsageError(f"{size} cannot be halved as often as `autoencoder` {self.name} does: pass a power of two")
 
     def prepare(self, device: torch.device) -> None:  # noqa: B027, as most have nothing to load
         """Load the weights, if there are any, onto ``device``."""
@@ -132,11 +132,11 @@ def _load(source: str, *, weights: bool = True) -> tuple[nn.Module, dict[str, An
         except OSError as error:
             reason = first_line(error)
     else:
-        raise UsageError(f"--autoencoder {source} cannot be found ({reason}): pass small, a folder or a hub id")
+        raise UsageError(f"`autoencoder` {source} cannot be found ({reason}): pass small, a folder or a hub id")
     name = str(config.get("_class_name"))
     kind: Any = getattr(diffusers, name, None)
     if not name.startswith("Autoencoder") or not hasattr(kind, "decode"):
-        raise UsageError(f"--autoencoder {source} is not an autoencoder of diffusers, but of the class {name}")
+        raise UsageError(f"`autoencoder` {source} is not an autoencoder of diffusers, but of the class {name}")
     how: dict[str, Any] = {"subfolder": subfolder, "torch_dtype": torch.float32, "use_safetensors": True}
     try:
         if weights:
@@ -147,7 +147,7 @@ def _load(source: str, *, weights: bool = True) -> tuple[nn.Module, dict[str, An
         with torch.device("meta"):
             return kind.from_config(config).eval(), config
     except Exception as error:  # of any type: diffusers builds a module from files that anyone may have written
-        raise UsageError(f"--autoencoder {source} cannot be loaded ({first_line(error)}): download it again") from error
+        raise UsageError(f"`autoencoder` {source} cannot be loaded ({first_line(error)}): download it again") from error
 
 
 class _Block(nn.Module):
@@ -209,7 +209,7 @@ class Small(Autoencoder):
     @override
     def prepare(self, device: torch.device) -> None:
         if self.fingerprint != _small_fingerprint():
-            raise UsageError("--autoencoder small has other weights than in training: install the version used there")
+            raise UsageError("`autoencoder` small has other weights than in training: install the version used there")
         _small(device)
 
     @torch.no_grad()

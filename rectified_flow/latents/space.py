@@ -120,13 +120,13 @@ class Latents(StoredLatents):
     @override
     def of(cls, facts: DataFacts, /) -> Self:
         if not facts.autoencoder:
-            raise UsageError("Latents need an autoencoder: pass --autoencoder")
+            raise UsageError("Latents need an autoencoder: pass `autoencoder`")
         autoencoder, sides = autoencoder_of(facts.autoencoder), facts.shape[1:]
         if facts.teacher is None:
             return cls(autoencoder, min(sides), autoencoder.shape_of(*sides)[1:], grey=facts.shape[0] == GREY)
         teacher = cast(Self, facts.teacher)  # a teacher's run has the autoencoder of this one
         if teacher.autoencoder.fingerprint != autoencoder.fingerprint:
-            raise UsageError(f"--autoencoder {autoencoder.name} is not the teacher's autoencoder: leave it out")
+            raise UsageError(f"`autoencoder` {autoencoder.name} is not the teacher's autoencoder: leave it out")
         teacher.autoencoder = autoencoder  # its folder may have moved
         return teacher
 
@@ -153,7 +153,7 @@ class Latents(StoredLatents):
 
 
 def autoencoder_of(part: Sequence[str]) -> Autoencoder:
-    """Return the autoencoder of ``--autoencoder``: a registered one with its arguments, or of a folder or hub id."""
+    """Return an autoencoder by its words: a registered one with its arguments, or that of a folder or hub id."""
     name, options = split_part(part)
     words = ["Small" if name == "small" else name, *options]
     if options or words[0] in names(Autoencoder):

@@ -133,4 +133,4 @@ class FieldFolder(FileFolder):
                 raise
             except Exception as error:  # decoders raise exceptions of many types
                 problems.append(f"{printable(file)} ({first_line(error)})")
-        raise UsageError(f"--dataset_path {self.path} holds no field that can be read; the first is {problems[0]}")
+        raise UsageError(f"the folder {self.path} holds no field that can be read; the first is {problems[0]}")

@@ -165,7 +165,7 @@ class Fields(Space):
         """
         stored = facts.stored
         if not isinstance(stored, cls):
-            raise UsageError(f"--space {cls.__name__} needs measurements: pass --dataset_path with a folder of them")
+            raise UsageError(f"`space` {cls.__name__} needs measurements: pass `dataset_path` with a folder of them")
         draws: dict[str, Any] = {"horizontal_flip": facts.mirrored, "augmentation": facts.augmentation}
         look: dict[str, Any] = {"shape": (len(stored.low), *facts.shape[1:]), "show": show or stored.show, **draws}
         if facts.teacher is not None:
@@ -173,12 +173,12 @@ class Fields(Space):
         low, high = range_of(value_range, stored, facts.values)
         chosen, least = choose_named("space transform", Transform, transform), min(*stored.low, *low)
         if not chosen(torch.tensor(least)).isfinite():
-            raise UsageError(f"--space transform={transform} is undefined for the value {least:g}: pass asinh")
+            raise UsageError(f"`space` transform={transform} is undefined for the value {least:g}: pass asinh")
         sources = None
         if facts.sources is not None:
             sources = cls.of(facts.sources, value_range=value_range, transform=transform, show=show)
             if len(sources.low) != len(low):
-                raise UsageError(f"--source_path has {len(sources.low)} channels: sources need {len(low)} channels")
+                raise UsageError(f"`source_path` has {len(sources.low)} channels: sources need {len(low)} channels")
         return replace(stored, low=low, high=high, transform=chosen, sources=sources, **look)
 
     @property
@@ -249,6 +249,6 @@ def range_of(text: str, stored: Fields, images: Array | None) -> tuple[Sequence[
     numbers = [number for part in parts if (number := as_number(part)) is not None]
     if len(numbers) < len(parts) or len(parts) not in (2, 2 * len(stored.low)):
         choices = "measured, percentile:P, MIN,MAX, or MIN,MAX for each channel"
-        raise UsageError(f"--space value_range={text} must be {choices}")
+        raise UsageError(f"`space` value_range={text} must be {choices}")
     numbers *= 2 * len(stored.low) // len(numbers)
     return numbers[::2], numbers[1::2]

@@ -1,7 +1,7 @@
 """The members of a network, beside its call, with which programs size it, check it and move it to a device.
 
 Any ``nn.Module`` with the call ``network(x, t, **conditions)`` is a network. A class that derives from
-:class:`Network`, or has members of these names, is also planned by ``--budget``.
+:class:`Network`, or has members of these names, is also planned for a budget.
 """
 
 from collections.abc import Mapping, Sequence

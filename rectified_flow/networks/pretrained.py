@@ -42,7 +42,7 @@ class Pretrained:
     def check(self) -> None:
         """Raise a UsageError if the weights differ from those of the training."""
         if self._expected not in (None, hash_of(self.identity, self.source)):
-            raise UsageError(f"--{self.flag} {self.source} differs from the one used in training: pass that one")
+            raise UsageError(f"`{self.flag}` {self.source} differs from the one used in training: pass that one")
 
 
 @cache

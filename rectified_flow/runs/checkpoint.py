@@ -31,7 +31,7 @@ from rectified_flow.system.artifact import (
     remove,
 )
 from rectified_flow.system.files import open_regular, read_bytes, read_document, reading, replace_file, usable_path
-from rectified_flow.system.terminal import warn_once
+from rectified_flow.system.terminal import shown, warn_once
 
 EARLY, LATEST_EARLY = 1 / 8, 1 / 4
 """Best and latest position of a run's early checkpoint, which is kept for autoguidance, as fractions of its steps."""
@@ -143,7 +143,7 @@ def prune(newest: Path, keep: int, total_steps: int | None = None) -> None:
             if each not in kept:
                 remove(each, CHECKPOINT)
         except (OSError, UsageError) as error:
-            tqdm.write(f"warning: {error}")
+            tqdm.write(shown(f"warning: {error}"))
 
 
 def _early(checkpoints: Sequence[Path], steps: int) -> Path | None:
@@ -209,11 +209,11 @@ def newest_checkpoint(folder: Path, names: Collection[str] | None = None) -> Pat
 
 
 def place_of(run: Path) -> Path:
-    """Return the folder of the checkpoints of the run in a folder: that of ``--checkpoint_dir``, if it had one."""
+    """Return the folder of the checkpoints of the run in a folder: its ``checkpoint_dir``, if it had one."""
     with suppress(UsageError):
         training = read_document(run / CONFIG_FILE, dict[str, Any]).get("training")
         if isinstance(training, dict) and isinstance(place := training.get("checkpoint_dir"), str):
-            return usable_path("checkpoint_dir", Path(place))
+            return usable_path("`checkpoint_dir`", Path(place))
     return run / CHECKPOINTS
 
 
@@ -259,7 +259,7 @@ def load_weights(network: nn.Module, path: Path, *names: str) -> None:
         there, here = (tuple(of[key].shape) if key in of else "missing" for of in (saved, wanted))
         if there != here and key not in elsewhere:
             architecture = f"another architecture ({key}: {there} saved, {here} expected)"
-            raise UsageError(f"checkpoint {path} is of {architecture}: pass its flags, or choose another --output_dir")
+            raise UsageError(f"checkpoint {path} is of {architecture}: pass its flags, or choose another `output_dir`")
     network.load_state_dict(saved, strict=False)
 
 

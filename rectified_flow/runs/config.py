@@ -43,19 +43,19 @@ class TrainingConfig(Flags):
     """
 
     batch_size: Annotated[
-        BatchSize | None, flag(choice="batch"), default_is("64, or as --global_batch_size implies")
+        BatchSize | None, flag(choice="batch"), default_is("64, or as the global batch size implies")
     ] = None
     """Per-process micro-batch size."""
     global_batch_size: Annotated[BatchSize | None, flag(choice="batch")] = None
-    """Items per optimizer step over all processes; with --batch_size, gradients are accumulated to reach it."""
+    """Items per optimizer step over all processes; gradients of several batches are accumulated to reach it."""
     gradient_accumulation_steps: Annotated[
         BatchSize | None, flag(choice="batch"), default_is("1, or as the two batch sizes imply")
     ] = None
     """Micro-batches of each process per optimizer step."""
     train_num_steps: Annotated[Positive | None, flag(choice="length"), default_is("100000")] = None
-    """Optimizer steps; excludes --num_epochs."""
+    """Optimizer steps, in place of a number of passes."""
     num_epochs: Annotated[PositiveNumber | None, flag(choice="length", excludes="train_num_steps")] = None
-    """Passes over the dataset; excludes --train_num_steps."""
+    """Passes over the dataset, in place of a number of steps."""
     optimizer: Annotated[Part, flag(choice="optimizer", shapes_training=True)] = ("adamw",)
     """adamw, muon, or a registered optimizer, and its arguments, such as betas=[0.9,0.99]."""
     learning_rate: Annotated[PositiveNumber, flag(choice="optimizer", shapes_training=True)] = 3e-4
@@ -82,9 +82,7 @@ class TrainingConfig(Flags):
     """Folder for the checkpoints, from which the run resumes."""
     resume: Annotated[Resume, flag(recorded=False)] = "auto"
     """auto: resume from the newest checkpoint, if any; never: refuse a folder that holds checkpoints."""
-    resume_from_checkpoint: Annotated[
-        str | None, flag(recorded=False, excludes="resume"), default_is("latest, as --resume auto")
-    ] = None
+    resume_from_checkpoint: Annotated[str | None, flag(recorded=False, excludes="resume"), default_is("latest")] = None
     """Only latest: a run that is started again with its command resumes from its newest checkpoint anyway."""
     save_every: Natural = 1000
     """Steps between checkpoints; 0 saves only the last step."""
@@ -108,10 +106,10 @@ class TrainingConfig(Flags):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.log_with == "trackio" and find_spec("trackio") is None:  # Accelerate would log nothing
-            raise UsageError("--log_with trackio needs the Python package trackio: pip install trackio")
+            raise UsageError("`log_with` trackio needs the Python package trackio: pip install trackio")
         if self.resume_from_checkpoint not in (None, "latest"):
-            other = f"--resume_from_checkpoint is {self.resume_from_checkpoint}; it must be latest"
-            remedy = "the same command resumes its run, and --init_from PATH starts a new run from the weights at PATH"
+            other = f"`resume_from_checkpoint` is {self.resume_from_checkpoint}; it must be latest"
+            remedy = "the same command resumes its run, and `init_from` PATH starts a new run from the weights at PATH"
             raise UsageError(f"{other}: {remedy}")
 
     @property
@@ -132,10 +130,10 @@ class TrainingConfig(Flags):
             per_process = per_process or max(1, total // (world_size * (accumulation or 1)))
             batch = GlobalBatch(per_process, world_size, accumulation or max(1, total // (per_process * world_size)))
         if batch.total > LARGEST_BATCH:
-            remedy = "lower --batch_size or --gradient_accumulation_steps"
+            remedy = "lower `batch_size` or `gradient_accumulation_steps`"
             raise UsageError(f"a step would train on {batch}, more than {LARGEST_BATCH} items: {remedy}")
         if total is not None and batch.total != total:
-            raise UsageError(f"--global_batch_size {total} cannot be split evenly: {batch}")
+            raise UsageError(f"`global_batch_size` {total} cannot be split evenly: {batch}")
         return batch
 
     def total_steps(self, batch: GlobalBatch, dataset_length: int, step: int = 0, images_seen: int = 0) -> int:

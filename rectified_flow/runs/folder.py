@@ -130,7 +130,7 @@ def prepare_folders(config: TrainingConfig) -> None:
     proven = [] if CONFIG_FILE in claimed_names(folder) else proven_names(folder)
     claim(folder, proven or RUN_FILES, proven=bool(proven))
     if not is_run(folder) and (folder / CONFIG_FILE).exists():  # such as that of a saved model
-        raise UsageError(f"{folder / CONFIG_FILE} is damaged or does not belong to a run: choose another --output_dir")
+        raise UsageError(f"{folder / CONFIG_FILE} is damaged or does not belong to a run: choose another `output_dir`")
     folder = prepare_folder("checkpoint_dir" if config.checkpoint_dir else "output_dir", config.checkpoints)
     claim(folder, [BEST], proven=checkpoint.best_of(folder) is not None)
     for step in folder.glob("step_" + "[0-9]" * 8):
@@ -157,11 +157,11 @@ def lock_folder(config: TrainingConfig, held: ExitStack) -> None:
     """Create the folders of a run, and lock them until ``held`` closes."""
     prepare_folders(config)
     folder, status = config.output_dir, read_status(config.output_dir)
-    busy = f"process {status.get('pid')} on {status.get('host')} is training in --output_dir {folder}"
+    busy = f"process {status.get('pid')} on {status.get('host')} is training in `output_dir` {folder}"
     held.enter_context(locked(folder, LOCK, busy, LOCK_TIMEOUT))
     place = config.checkpoint_dir
     if place is not None and place.resolve() != folder.resolve():  # another run may save there, too
-        busy = f"another run saves into --checkpoint_dir {place}"
+        busy = f"another run saves into `checkpoint_dir` {place}"
         held.enter_context(locked(place, LOCK, busy, LOCK_TIMEOUT))
 
 
@@ -183,7 +183,7 @@ def check_start(config: TrainingConfig, origin: Path | None = None, *, writes: b
         prepare_folders(config)
     found = checkpoint.list_checkpoints(config.checkpoints)
     if found and config.resume == "never":
-        raise UsageError(f"{config.checkpoints} already holds checkpoints: pass --resume auto, or another --output_dir")
+        raise UsageError(f"{config.checkpoints} already holds checkpoints: pass `resume` auto, or another `output_dir`")
     if not found and origin is not None:
         checkpoint.resolve(origin, names=())
 
@@ -196,14 +196,14 @@ def choose_checkpoint(config: TrainingConfig, run: RunIdentity, flow: Mapping[st
         return None
     before = checkpoint.load_state(path).run
     if run.dataset != before.dataset:
-        raise UsageError(f"{path} was trained on other data or at another size: choose another --output_dir")
+        raise UsageError(f"{path} was trained on other data or at another size: choose another `output_dir`")
     for name in ("seed", "global_batch", "precision"):
         then, now = getattr(before, name), getattr(run, name)
         if then != now:
             tqdm.write(f"warning: the {name.replace('_', ' ')} was {then} and is now {now}: the run changes")
     for name, change in _changes(config, flow, path).items():
         if name not in (*MAY_CHANGE, *rules_of(TrainingConfig)):
-            raise UsageError(f"cannot resume from {path}: {change}; pass its flags, or choose another --output_dir")
+            raise UsageError(f"cannot resume from {path}: {change}; pass its flags, or choose another `output_dir`")
         tqdm.write(f"note: {change}")
     return path
 

@@ -15,6 +15,7 @@ from rectified_flow.runs.checkpoint import step_name
 from rectified_flow.system.artifact import claim, claimed_names, write_output
 from rectified_flow.system.files import flush, parse_document, read_bytes, replace_file
 from rectified_flow.system.pictures import Grid, Line, Panel, draw_panels, encode_picture
+from rectified_flow.system.terminal import shown
 
 PROJECT = "rectified-flow"
 
@@ -119,7 +120,7 @@ class RunLog:
             file.flush()
 
     def start_trackers(self, document: Mapping[str, Any], run_id: str) -> None:
-        """Start the tracker of ``--log_with``, if any; a resumed run continues there as ``run_id``."""
+        """Start the tracker that the flag ``log_with`` names, if any; a resumed run continues there as ``run_id``."""
         flags = document["training"]
         simple = {name: value if isinstance(value, bool | int | float) else str(value) for name, value in flags.items()}
         settings: dict[str, dict[str, Any]] = {
@@ -138,7 +139,7 @@ class RunLog:
         except Exception as error:  # each service has errors of its own
             self.accelerator.trackers = []  # one that did not start cannot be closed
             remedy = "WANDB_MODE=offline needs no account" if name == "wandb" else "leave out this flag"
-            raise UsageError(f"--log_with {name} could not be started ({first_line(error)}); {remedy}") from error
+            raise UsageError(f"`log_with` {name} could not be started ({first_line(error)}); {remedy}") from error
 
     def close(self) -> None:
         """Let the trackers write everything."""
@@ -200,7 +201,8 @@ class RunLog:
         try:
             yield
         except kinds as error:  # any by default, since each tracker has its own exceptions
-            tqdm.write(f"warning: could not write {what} of {self.folder} ({first_line(error)}); training continues")
+            failure = f"could not write {what} of {self.folder} ({first_line(error)})"
+            tqdm.write(shown(f"warning: {failure}; training continues"))
 
 
 def _changes(numbers: Mapping[int, float]) -> dict[int, float]:

@@ -32,7 +32,7 @@ from rectified_flow.runs.checkpoint import (
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.log import RunLog
 from rectified_flow.system.files import writing
-from rectified_flow.system.terminal import Silent, line
+from rectified_flow.system.terminal import Silent, line, shown
 
 
 class BackgroundSaver:
@@ -101,7 +101,8 @@ class BackgroundSaver:
             return write(tensors)
         except Exception as error:  # a full disk is an OSError in one library and a SafetensorError in another
             place = self.config.checkpoints
-            tqdm.write(f"warning: could not save step {step} to {place} ({error}); the previous checkpoint is kept")
+            failure = f"could not save step {step} to {place} ({error})"
+            tqdm.write(shown(f"warning: {failure}; the previous checkpoint is kept"))
             self._problem = first_line(error)
             return None
 
@@ -143,12 +144,12 @@ class Run:
     def print(self, text: str) -> None:
         """Print a line beside the progress bar, on the main process."""
         if self.accelerator.is_main_process:
-            tqdm.write(text)
+            tqdm.write(shown(text))
 
     def check_equal(self) -> None:
         """Check that all processes train the same flow on the same data with the same flags, paths aside."""
         facts = {"the number of items": self.length, "the fingerprint of the dataset": self.fingerprint}
-        flags = {f"--{name}": value for name, value in plain(self.config, paths=False).items()}
+        flags = {f"`{name}`": value for name, value in plain(self.config, paths=False).items()}
         check_equal(self.accelerator, lambda: facts | flags | folder.flat(self.flow_description or {}))
 
     def choose_checkpoint(self) -> Path | None:

@@ -28,8 +28,8 @@ EDGE_GAIN = 1.5  # brightness by which a line is darker than the background, for
 class Degradation(ABC):
     """A map from pictures to what is left of them.
 
-    Register a subclass and keep its constructor's arguments as attributes, and ``--degrade`` and checkpoints can name
-    it. Random draws come from :mod:`rectified_flow.randomness`.
+    Register a subclass and keep its constructor's arguments as attributes, and ``degrade`` and checkpoints can name it.
+    Random draws come from :mod:`rectified_flow.randomness`.
     """
 
     is_projection: ClassVar[bool] = False

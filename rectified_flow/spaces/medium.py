@@ -116,7 +116,7 @@ class Medium:
             UsageError: if the weights are missing, or are others than in training.
         """
         if autoencoder is not None:
-            raise UsageError("--autoencoder has no effect: the flow has no autoencoder of a folder or hub id")
+            raise UsageError("`autoencoder` has no effect: the flow has no autoencoder of a folder or hub id")
 
     def contents(self, data: Tensor) -> Tensor:
         """Return generated data ``[b, ...]`` as their files hold them: pictures as uint8, with their transparency."""

@@ -65,11 +65,11 @@ class Space(ABC):
 
     @classmethod
     def of(cls, facts: DataFacts, /, *_arguments: Any, **options: Any) -> Self:
-        """Build the space of a run; a space that ``--space`` names implements it.
+        """Build the space of a run; a space that the flag ``space`` names implements it.
 
         Args:
             facts: what the program knows about the data.
-            options: arguments of ``--space``, which a subclass declares as its keyword-only parameters.
+            options: arguments of the flag ``space``, which a subclass declares as its keyword-only parameters.
         """
         raise UsageError(f"{cls.__name__} cannot be built from flags: implement its classmethod of")
 
@@ -136,4 +136,4 @@ def dequantised(space: Space, data: Tensor) -> tuple[Tensor, Tensor | float]:
     Raises:
         UsageError: if the space has no such density.
     """
-    raise UsageError(f"--metric likelihood needs a run on pixels or measurements, not {type(space).__name__}")
+    raise UsageError(f"`metric` likelihood needs a run on pixels or measurements, not {type(space).__name__}")

@@ -150,7 +150,7 @@ class Artifact:
         block is raised as a UsageError.
 
         Args:
-            remedy: advice for the error message, such as "pass a writable folder with --cache_dir".
+            remedy: advice for the error message, such as "pass a writable folder with `cache_dir`".
             timeout: time to wait for another builder [s]; negative waits as long as it takes.
         """
         if self.is_whole:

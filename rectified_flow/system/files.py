@@ -162,7 +162,7 @@ def usable_path(name: str, path: Path) -> Path:
 
 def prepare_folder(flag: str, folder: Path) -> Path:
     """Make ``folder``, which the option ``flag`` names, and return it; a UsageError if it cannot be written."""
-    with writing(f"--{flag} {folder}", UsageError):
+    with writing(f"`{flag}` {folder}", UsageError):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as probe:
             probe.write(b"a full disk shows here")

@@ -48,7 +48,7 @@ CONTENTS = (
     (128, b"DICM", "a DICOM file; convert it to PNG or TIFF"),
     *((4, b"ftyp" + kind, f"a HEIC picture; {PLUGIN_HINT}") for kind in (b"heic", b"heix", b"mif1", b"msf1")),
     *((0, mark, f"a JPEG XL picture; {PLUGIN_HINT}") for mark in (b"\0\0\0\x0cJXL ", b"\xff\x0a")),
-    *((0, mark, "a TIFF file of another kind; --space Fields reads measurements") for mark in (b"II", b"MM")),
+    *((0, mark, "a TIFF file of another kind; `space` Fields reads measurements") for mark in (b"II", b"MM")),
     (0, b"<", "text such as a web page"),
 )
 """Files that are taken for pictures: the place of a mark, the mark, and what to do."""
@@ -345,7 +345,7 @@ def read_provenance(path: Path) -> Provenance:
         packet = open_picture(path).info.get("xmp", b"")
     found = re.search(rb'flow:Settings="([^"]*)"', packet)
     if found is None:
-        raise UsageError(f"--like {path} does not say how it was generated: pass a picture of sample.py")
+        raise UsageError(f"`like` {path} does not say how it was generated: pass a picture of sample.py")
     return parse_document(unescape(found[1].decode(errors="replace")), Provenance, path)
 
 

@@ -2,8 +2,8 @@
 
 import re
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import cache
 from io import BufferedWriter, FileIO, TextIOWrapper
 from typing import TYPE_CHECKING, Any, TextIO
@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from tqdm.auto import tqdm
 
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+ARGUMENT = re.compile(r"(?<![^\s(])`([a-z]\w*)`(?=[.,:;)]*(?:\s|$))")
+"""The name of an argument in a message: a word of its own, since the names of files may contain backticks, too."""
+_SPELLINGS: list[Callable[[str], str]] = ["`{}`".format]
+"""Functions that spell the name of an argument; the last one is in use."""
 
 
 class _LastingFile(FileIO):
@@ -56,8 +60,23 @@ def progress_bar(**arguments: Any) -> "tqdm[Any]":
     return tqdm(dynamic_ncols=True, mininterval=interval, maxinterval=interval, **arguments)
 
 
-def escaped(text: str) -> str:
-    """Return a text with escapes for characters that control a terminal or turn the direction of writing."""
+@contextmanager
+def spelling_arguments(spelling: Callable[[str], str]) -> Iterator[None]:
+    """Let :func:`shown` replace the names of arguments inside the block, as a program does by its flags."""
+    _SPELLINGS.append(spelling)
+    try:
+        yield
+    finally:
+        _SPELLINGS.pop()
+
+
+def shown(text: str) -> str:
+    """Return a text as a terminal shows it.
+
+    The names of arguments, which messages have in backticks, are spelled as the running program does. Characters that
+    control a terminal or turn the direction of writing are replaced by escapes.
+    """
+    text = ARGUMENT.sub(lambda found: _SPELLINGS[-1](found[1]), text)
     return CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
@@ -66,12 +85,12 @@ def warn_once(text: str) -> None:
     """Print a warning unless it was printed before."""
     from tqdm.auto import tqdm
 
-    tqdm.write(escaped(f"warning: {text}"))
+    tqdm.write(shown(f"warning: {text}"))
 
 
 def line(label: str, text: object) -> str:
     """Return a line like ``samples     runs/demo/samples/step_00000900.png``."""
-    return escaped(f"{label:<11} {text}")
+    return shown(f"{label:<11} {text}")
 
 
 def lines(texts: Mapping[str, object]) -> str:

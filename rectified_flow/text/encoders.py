@@ -197,7 +197,7 @@ def _load(source: str) -> tuple[Any, Any]:
         module = module.get_encoder() if config.is_encoder_decoder else module
         return tokenizer, module.eval().requires_grad_(False)
     except Exception as error:  # of any type: transformers builds a module from files that anyone may have written
-        found = f"--text_encoder {source} cannot be loaded as a text encoder ({first_line(error)})"
+        found = f"`text_encoder` {source} cannot be loaded as a text encoder ({first_line(error)})"
         raise UsageError(f"{found}: pass a folder or hub id") from error
 
 

@@ -33,7 +33,7 @@ MAX_BATCH = 64  # largest number of samples generated at once by a process, or i
 PAIRS = 4  # number of pairs of a source and a sample in each row of a preview
 Preview = tuple[Tensor, int | None, list[str] | None, Legend | None]
 """Samples, the columns of their grid, the text below each, and the meaning of their colours."""
-MORE_HELP = "evaluate.py counts copies; more pictures, --augment or a smaller --dim let it train for longer"
+MORE_HELP = "evaluate.py counts copies; more pictures, `augment` or a smaller `dim` let it train for longer"
 
 
 class Callback:
@@ -267,7 +267,7 @@ class HeldOutHook(Measurement):
             trainer.run.print(f"stopped at step {now.step}: {what}. {kept}; {MORE_HELP}")
         elif not self._has_warned:
             self._has_warned = True
-            trainer.run.print(f"warning: {what}; {MORE_HELP}, and --stop_when_memorising ends a run here")
+            trainer.run.print(f"warning: {what}; {MORE_HELP}, and `stop_when_memorising` ends a run here")
 
     def _measured(self) -> list[HeldOutLoss]:
         """Return the undamaged measurements of these pictures; on the main process."""

@@ -68,7 +68,7 @@ class SharedBatch:
 SHORTAGES = re.compile(r"shared memory|Too many open files|killed by signal|exited unexpectedly")
 """Words of torch about a loader process that lacked a resource."""
 REMEDY = (
-    "pass fewer --num_workers (0 needs none), or allow more memory, shared memory (docker run --shm-size), processes "
+    "pass fewer `num_workers` (0 needs none), or allow more memory, shared memory (shm-size of docker run), processes "
     "and open files (ulimit)"
 )
 

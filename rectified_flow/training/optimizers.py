@@ -19,8 +19,11 @@ BuildOptimizer = Callable[[NamedParameters], torch.optim.Optimizer]
 The learning rates of the optimizer's groups are the peaks of the schedule. Its state is saved by the names of the
 parameters, and may consist of tensors, numbers and None.
 """
-LrSchedule = Callable[[int, int], float]
-"""The factor of the learning rates at the update after ``updates`` updates, in a run of ``total`` of them."""
+LrSchedule = Callable[[float, int], float]
+"""The factor of the learning rates at the update after ``updates`` updates, in a run of ``total`` of them.
+
+In a run with a clock, ``total`` is the planned number, and ``updates`` may be a fraction.
+"""
 
 
 @register(role="optimizer")
@@ -154,17 +157,17 @@ class Muon(torch.optim.Optimizer):
 
 
 def find_optimizer(config: TrainingConfig, *, fused: bool) -> BuildOptimizer:
-    """Return the builder of the registered optimizer that ``--optimizer`` names, with the flags of the run.
+    """Return the builder of the registered optimizer that the flag ``optimizer`` names, with the flags of the run.
 
     A registered builder takes the trained parameters with their names. It gets the peak learning rate ``lr`` and
-    ``fused`` if it has a parameter for them, and the arguments of ``--optimizer``.
+    ``fused`` if it has a parameter for them, and the arguments of that flag.
     """
     choice = choose("optimizer", "optimizer", config.optimizer)
     return lambda parameters: choice.build(parameters=parameters, lr=config.learning_rate, fused=fused)
 
 
 def build_schedule(config: TrainingConfig) -> LrSchedule:
-    """Build the schedule of a linear warm-up, and then the decay that ``--lr_decay`` names.
+    """Build the schedule of a linear warm-up, and then the decay that ``lr_decay`` names.
 
     ``cosine`` falls to 0 at the run's last update (Loshchilov & Hutter 2017, arXiv:1608.03983, eq. 5, no restarts).
     ``rsqrt`` falls with the square root of the updates, from the end of the warm-up on (Vaswani et al. 2017,
@@ -172,7 +175,7 @@ def build_schedule(config: TrainingConfig) -> LrSchedule:
     """
     warmup = config.lr_warmup_steps
 
-    def factor(updates: int, total: int) -> float:
+    def factor(updates: float, total: int) -> float:
         rise = min(1.0, (updates + 1) / max(1, warmup))
         if config.lr_decay == "cosine":
             share = max(0, updates - warmup) / max(1, total - warmup)

@@ -42,6 +42,8 @@ from rectified_flow.flows.flow import network_of
 from rectified_flow.randomness import BatchRows, deterministic
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.training.clock import Pace
+from rectified_flow.training.optimizers import LrSchedule
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 LARGEST_WEIGHT = 1e6
@@ -108,7 +110,7 @@ class TrainingState(checkpoint.Counters):
             largest = get_total_norm([value for value in tensors.values() if value.is_floating_point()], torch.inf)
             if not largest <= LARGEST_WEIGHT:
                 exploded = f"the weights exploded by step {self.step} (the largest is {largest:.1e}) and are not saved"
-                raise RunError(f"{exploded}: lower --learning_rate, or clip gradients with --max_grad_norm")
+                raise RunError(f"{exploded}: lower `learning_rate`, or clip gradients with `max_grad_norm`")
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """Return the tensors of a checkpoint by file; frozen parameters are in the model's file only."""
@@ -141,7 +143,7 @@ class TrainingState(checkpoint.Counters):
             self.ema.step.fill_(saved.ema_step or 0)
         optimizer = type(self.optimizer.optimizer).__name__
         if saved.optimizer != optimizer:
-            raise UsageError(f"{path} was trained by {saved.optimizer}, not {optimizer}: choose another --output_dir")
+            raise UsageError(f"{path} was trained by {saved.optimizer}, not {optimizer}: choose another `output_dir`")
         self._load_moments(checkpoint.load_tensors(path, OPTIMIZER_FILE) | saved.optimizer_numbers)
         if self.optimizer.scaler is not None and saved.grad_scaler is not None:
             self.optimizer.scaler.load_state_dict(saved.grad_scaler)
@@ -224,7 +226,8 @@ class Stepper:
         state: the state of the run, which the steps change.
         batch: the global batch.
         config: the flags of the run.
-        schedule: the factor of the learning rates after a number of updates.
+        schedule: the factor of the learning rates after a number of updates of all updates.
+        pace: returns the position of the run in its plan.
         report: called on every rank with the positions of the items that may have caused a skipped step.
     """
 
@@ -235,11 +238,12 @@ class Stepper:
         state: TrainingState,
         batch: GlobalBatch,
         config: TrainingConfig,
-        schedule: Callable[[int], float],
+        schedule: LrSchedule,
+        pace: Callable[[], Pace],
         report: Callable[[list[int]], object],
     ) -> None:
         self.accelerator, self.wrapped, self.state, self.batch = accelerator, wrapped, state, batch
-        self.config, self.schedule, self.report = config, schedule, report
+        self.config, self.schedule, self.pace, self.report = config, schedule, pace, report
         optimizer = state.optimizer
         self.peak_rates = [group["lr"] for group in optimizer.param_groups]
         # A fused update reads whether the gradient is finite before it changes anything; a scaler has its own flag.
@@ -256,7 +260,8 @@ class Stepper:
                 number = torch.as_tensor(value, device=losses[-1].device).detach()
                 values[name] = values.get(name, 0) + number / self.batch.accumulation
         self.finish_pending()
-        factor = self.schedule(state.updates)
+        pace = self.pace()
+        factor = self.schedule(pace.position(state.updates), pace.planned)
         for group, peak in zip(optimizer.param_groups, self.peak_rates, strict=True):
             group["lr"] = peak * factor
         norm = self.accelerator.clip_grad_norm_(state.parameters.values(), self.config.max_grad_norm or torch.inf)
@@ -284,6 +289,8 @@ class Stepper:
             for name, value in pending.values.items():
                 state.sums[name] = state.sums.get(name, 0) + value  # without a wait for the device
             if state.ema is not None:
+                # The time constant is a share of the run: it is planned in steps of the plan.
+                state.ema.beta = self.config.ema_decay ** self.pace().stretch(state.step)
                 state.ema.update()
         else:
             bad_loss = any_rank(self.accelerator, not all(torch.isfinite(loss) for loss in pending.losses))
@@ -320,7 +327,7 @@ class Stepper:
         self.report(gather_object(mine) or list(positions))
         if state.bad_in_a_row >= MAX_SKIPPED:
             bad = f"{state.bad_in_a_row} steps in a row had no finite loss or gradient, up to step {state.step}"
-            raise RunError(f"{bad}: lower --learning_rate, or inspect the items in bad_steps.jsonl")
+            raise RunError(f"{bad}: lower `learning_rate`, or inspect the items in bad_steps.jsonl")
 
 
 class _AsyncBool:

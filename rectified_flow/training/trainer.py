@@ -26,12 +26,16 @@ from rectified_flow.runs.folder import data_description
 from rectified_flow.runs.run import Run
 from rectified_flow.system.pictures import to_grid
 from rectified_flow.system.signals import defer_signals, stop_requested
-from rectified_flow.system.terminal import line, progress_bar
+from rectified_flow.system.terminal import duration, line, progress_bar
+from rectified_flow.training.clock import CLOCK_FILE, Clock, Pace
 from rectified_flow.training.evaluations import Callback, draw_preview
 from rectified_flow.training.loader import checked, explain_loader_errors, load, paired
 from rectified_flow.training.optimizers import BuildOptimizer, LrSchedule, build_schedule, find_optimizer
 from rectified_flow.training.speed import Throughput, items_of, summarize
 from rectified_flow.training.stepper import Stepper, TrainingState, constant_average, moved, trained_parameters
+
+GO_ON, COMPARE, STOP = range(3)
+"""What a process asks for after a step; the largest vote counts."""
 
 
 class Trainer:
@@ -55,6 +59,7 @@ class Trainer:
         data: description of the data, for the block ``data`` of ``config.json``; by default that of the dataset.
         flags: flags of the program that built these parts, for the block ``training``.
         preview_data: dataset whose sources are translated for previews; the training data if not given.
+        clock: the time of the run, within which it ends; by default the run has as many steps as ``config`` says.
 
     Raises:
         UsageError: if the batch does not divide, the dataset is empty, a parameter would be trained in less than
@@ -73,14 +78,15 @@ class Trainer:
         data: Mapping[str, Any] | None = None,
         flags: Mapping[str, Any] | None = None,
         preview_data: Dataset[Any] | None = None,
+        clock: Clock | None = None,
     ) -> None:
-        self.preview_data = preview_data
+        self.preview_data, self.clock = preview_data, clock
         self.flow, self.dataset, self.config, self.callbacks = flow, dataset, config, list(callbacks)
         self.accelerator = build_accelerator(config)
         self.device = self.accelerator.device
         self.batch = config.split_batch(self.accelerator.num_processes)
         self.length = len(dataset)  # type: ignore[arg-type]
-        self.total_steps = config.total_steps(self.batch, self.length)
+        self._set_pace(Pace(config.total_steps(self.batch, self.length)))
         parameters = trained_parameters(flow)
         to_device(flow, self.device, self.accelerator.mixed_precision)
         # A forward pass on one item: a flow learns its shape, and a mismatch shows before anything else happens.
@@ -101,14 +107,14 @@ class Trainer:
         build = optimizer or find_optimizer(config, fused=self.accelerator.scaler is None)
         wrapped, prepared = self.accelerator.prepare(flow, build(list(parameters.items())))
         self.state = TrainingState(flow, ema, prepared, parameters)
-        schedule = lr_schedule or build_schedule(config)
         self.stepper = Stepper(
             self.accelerator,
             wrapped,
             self.state,
             self.batch,
             config,
-            lambda updates: schedule(updates, self.total_steps),
+            lr_schedule or build_schedule(config),
+            lambda: self.pace,
             self._report_skipped,
         )
         self.throughput = Throughput()
@@ -144,10 +150,11 @@ class Trainer:
             if path is not None:
                 state, self._saved = self.state, path
                 state.load(path, self.accelerator.process_index, self.accelerator.num_processes)
-                self.total_steps = self.config.total_steps(self.batch, self.length, state.step, state.images_seen)
+                planned = self.config.total_steps(self.batch, self.length, state.step, state.images_seen)
+                self._set_pace(Pace(planned) if self.clock is None else self.clock.pace(planned))
             if self.state.step >= self.total_steps:
                 text = f"already trained {self.state.step} of {self.total_steps} steps ({path})"
-                self.run.print(f"{text}; raise --train_num_steps or --num_epochs to continue")
+                self.run.print(f"{text}; raise `train_num_steps` or `num_epochs` to continue")
                 distributed.on_main(self.accelerator, self.run.write_status)
                 return True
             with explain_loader_errors(), self.run.opened():
@@ -156,7 +163,8 @@ class Trainer:
                 with progress_bar(total=self.total_steps, initial=done, unit="step", disable=disable) as bar:
                     while self.state.step < self.total_steps:
                         if hasattr(self.flow, "progress"):
-                            self.flow.progress = self.state.step / self.total_steps  # type: ignore[assignment]
+                            progress = self.pace.position(self.state.step) / self.pace.planned
+                            self.flow.progress = progress  # type: ignore[assignment]
                         self.stepper.take(batches)
                         self._saved, self._is_best = None, False
                         bar.update()
@@ -172,14 +180,26 @@ class Trainer:
                             if self.is_due(self.config.sample_every):
                                 self.preview()
                         # The vote waits for the slowest rank, and this wait counts towards the throughput.
-                        if distributed.any_rank(self.accelerator, stop_requested() is not None):
+                        vote = distributed.largest(self.accelerator, self._vote())
+                        if vote == STOP:
                             break
+                        if vote == COMPARE and self.clock is not None:
+                            self._compare_with_clock(self.clock)
+                            bar.total = self.total_steps
                 self._finish()
         return self.state.step == self.total_steps
 
     def is_due(self, every: int) -> bool:
-        """Return whether this step is the last one, or a multiple of ``every`` (of nothing if that is 0)."""
-        return self.state.step == self.total_steps or (every > 0 and self.state.step % every == 0)
+        """Return whether this step is the last one, or reaches a multiple of ``every`` planned steps (0 for none)."""
+        step = self.state.step
+        if step == self.total_steps:
+            return True
+        now, before = self.pace.position(step), self.pace.position(step - 1)
+        return every > 0 and now // every > before // every
+
+    def _set_pace(self, pace: Pace) -> None:
+        self.pace = pace
+        self.total_steps = pace.total
 
     def end_here(self) -> None:
         """Make this step the last one. To be called on every rank."""
@@ -203,6 +223,7 @@ class Trainer:
             self.run.print(line("resume", f"step {self.state.step}, from {path}"))
         self.flow.train()
         batches = self._warm_up_ddp(checked(self._batches(), self.flow, self.run.print))
+        distributed.on_main(self.accelerator, self._begin_clock)
         for callback in self.callbacks:
             callback.on_start(self)
         if self._is_best:
@@ -238,6 +259,24 @@ class Trainer:
 
     # At intervals
 
+    def _vote(self) -> int:
+        """Return what this process asks of all processes after a step: to go on, to read the clock, or to stop."""
+        if stop_requested() is not None:
+            return STOP
+        if self.clock is None or not self.accelerator.is_main_process:
+            return GO_ON
+        return COMPARE if self.clock.tick(self.state.step, self.total_steps) else GO_ON
+
+    def _compare_with_clock(self, clock: Clock) -> None:
+        """Change the number of steps if the run would end too early or too late. Collective."""
+        pace = distributed.on_main(self.accelerator, lambda: clock.compare(self.pace))
+        if pace == self.pace:
+            return
+        distributed.on_main(self.accelerator, lambda: clock.write(self.config.output_dir, pace.planned))
+        text = f"{pace.total:,} steps in all instead of {self.total_steps:,}, to end after {duration(clock.seconds)}"
+        self.run.print(line("clock", f"at step {self.state.step:,}: {text}"))
+        self._set_pace(pace)
+
     def _log_metrics(self) -> str:
         """Write the mean loss since the last line, for which the device is waited for, and return it for the bar."""
         self.stepper.finish_pending()
@@ -257,10 +296,24 @@ class Trainer:
             **({} if state.optimizer.scaler is None else {"scaler_skips": state.scaler_skips}),
         }
         self.run.log.metrics(state.step, values)
+        self._write_clock()
         for callback in self.callbacks:
             callback.on_log(self, values)
         shown = [f"{name} {value:.4f}" for name, value in means.items() if name != "grad_norm"]
         return ", ".join([*shown, f"{rate:.1f} {items_of(self.flow)}/s"])
+
+    def _begin_clock(self) -> None:
+        """Record the time of the run, or that it has none any more."""
+        if self.clock is None:
+            (self.config.output_dir / CLOCK_FILE).unlink(missing_ok=True)
+        else:
+            self.clock.write(self.config.output_dir, self.pace.planned)
+
+    def _write_clock(self) -> None:
+        """Record the time that has passed, which is not left to the run when it resumes."""
+        if self.clock is not None and self.accelerator.is_main_process:
+            with self.run.log.tolerant("the clock"):
+                self.clock.write(self.config.output_dir, self.pace.planned, durable=False)
 
     def preview(self) -> None:
         """Write a grid of samples of the averaged flow. Collective."""
@@ -298,6 +351,9 @@ class Trainer:
         if distributed.on_main(self.accelerator, self.run.saver.is_behind):
             self._save()
         distributed.on_main(self.accelerator, self.run.finish)
+        if self.clock is not None and self.state.step == self.total_steps:
+            self._write_clock()
+            self.run.print(line("time", f"{duration(self.clock.elapsed)} of {duration(self.clock.seconds)}"))
         for callback in self.callbacks:
             callback.on_end(self)
 
@@ -315,7 +371,7 @@ def choose_precision(config: TrainingConfig, device: torch.device) -> str:
         known = "pass `mixed_precision` bf16, fp16 or no, or correct the configuration of the launcher"
         raise UsageError(f"the launcher asks for the precision {precision}, which is not supported: {known}")
     if device.type == "cpu" and precision == "fp16":
-        raise UsageError("--mixed_precision fp16 needs a GPU: on a CPU pass bf16 or no")
+        raise UsageError("`mixed_precision` fp16 needs a GPU: on a CPU pass bf16 or no")
     return precision
 
 

@@ -106,7 +106,7 @@ def test_arguments_follow_the_name_of_a_part_or_are_those_of_the_default(words: 
         ("seed: 1", "config.json is damaged: Invalid JSON: "),
         (None, "config.json is missing"),
         ('{"dim_mults": [1, 2, "--import", "os"]}', 'dim_mults.2 is "--import", but input should be a valid integer'),
-        ('{"aspect_ratio": "3"}', "config.json is damaged: --aspect_ratio is 3; it must be width:height"),
+        ('{"aspect_ratio": "3"}', "config.json is damaged: `aspect_ratio` is 3; it must be width:height"),
     ],
 )
 def test_a_file_that_is_no_config_is_refused(tmp_path: Path, content: str | None, sentence: str) -> None:
@@ -207,16 +207,16 @@ def test_no_flag_has_two_defaults(
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("--network Vit", "--network Vit is not registered: choose "),
-        ("--network heads=3", "--network heads=3: Unet takes KEY=VALUE with the keys dim, "),
-        ("--network blocks_per_level=x", "--network blocks_per_level is x; it must be a valid integer"),
-        ("--flow condition_dropout=2", "--flow condition_dropout is 2; it must be less than or equal to 1"),
-        ("--space Sphere", "--space Sphere is not registered: choose "),
-        ("--time_distribution stdev=1", "--time_distribution stdev=1: LogitNormal takes KEY=VALUE with the keys mean,"),
-        ("--method reflow --teacher a --time_distribution mean=0", "--time_distribution mean=0: UShaped takes "),
-        ("--method distill --teacher a --time_distribution uniform", "--time_distribution "),
-        ("--method mean_flow --prediction clean", "--prediction has no effect: MeanFlow has no argument prediction"),
-        ("--guidance_scale 2", "--guidance_scale has no effect: RectifiedFlow has no argument guidance_scale"),
+        ("--network Vit", "`network` Vit is not registered: choose "),
+        ("--network heads=3", "`network` heads=3: Unet takes KEY=VALUE with the keys dim, "),
+        ("--network blocks_per_level=x", "`network` blocks_per_level is x; it must be a valid integer"),
+        ("--flow condition_dropout=2", "`flow` condition_dropout is 2; it must be less than or equal to 1"),
+        ("--space Sphere", "`space` Sphere is not registered: choose "),
+        ("--time_distribution stdev=1", "`time_distribution` stdev=1: LogitNormal takes KEY=VALUE with the keys mean,"),
+        ("--method reflow --teacher a --time_distribution mean=0", "`time_distribution` mean=0: UShaped takes "),
+        ("--method distill --teacher a --time_distribution uniform", "`time_distribution` "),
+        ("--method mean_flow --prediction clean", "`prediction` has no effect: MeanFlow has no argument prediction"),
+        ("--guidance_scale 2", "`guidance_scale` has no effect: RectifiedFlow has no argument guidance_scale"),
     ],
 )
 def test_a_name_or_option_that_does_not_exist_is_one_sentence(words: str, sentence: str) -> None:

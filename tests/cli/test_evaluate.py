@@ -109,7 +109,7 @@ def test_a_folder_that_is_too_small_to_split_again(
     assert result["num_real"] == COUNT
     assert "copies" in result["distances"]
     assert "copies_by_chance" not in result["distances"]
-    assert "warning: no pictures are held out, as --holdout leaves" in "".join(capfd.readouterr())
+    assert "warning: no pictures are held out, as `holdout` leaves" in "".join(capfd.readouterr())
 
 
 def test_a_result_takes_the_place_of_its_like(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_results_of_other_metrics_and_the_same_settings_are_merged(tmp_path: Pat
 def test_a_feature_network_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, module in (("inception", "torchmetrics.image.fid"), ("efficientnet_lite0", "efficientnet_lite_pytorch")):
         monkeypatch.setitem(sys.modules, module, None)
-        with pytest.raises(UsageError, match=f"--feature_network {name} .*pip install"):
+        with pytest.raises(UsageError, match=f"`feature_network` {name} .*pip install"):
             load_features(name, torch.device("cpu"))  # type: ignore[arg-type]
 
 

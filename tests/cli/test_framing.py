@@ -149,7 +149,7 @@ def test_an_autoencoder_that_spoils_the_pictures_is_not_chosen(tmp_path: Path) -
     assert 0 < errors["soft"] < plan.SPOILED < errors["drawn"]
 
     def chosen(error: float) -> plan.Plan:
-        return plan.choose_size(1000, 256, "1h", lambda *_: Speed(1000.0, 1.0), lambda *_: error)
+        return plan.choose_size(1000, 256, 3600.0, lambda *_: Speed(1000.0, 1.0), lambda *_: error)
 
     assert chosen(errors["soft"]).settings["autoencoder"] == ("small",)
     assert chosen(errors["drawn"]).settings == {"image_size": 64, "autoencoder": ()}

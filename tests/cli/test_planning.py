@@ -85,7 +85,7 @@ def test_the_size_depends_on_the_images_that_the_run_may_process(
     """A run on latents ends after 400 passes over the pictures, or 192,000 images; 256 px need 400,000."""
     with patch.object(facts, "measure_speed", lambda *_: Speed(1e3)):
         assert recipe_of("", OwnPictures([(300, 300)] * count)).data.image_size == side
-    assert f"about {images:,} images in 1h" in capsys.readouterr().out
+    assert f"about {images:,} images in 60 minutes" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("words", "side"), [("", 128), ("--mixed_precision bf16", 128), ("--mixed_precision no", 32)])
@@ -234,7 +234,8 @@ def test_the_facts_of_a_run(kind: type[TrainConfig], words: str, expected: dict[
         train.with_plan(settings, "1h", 800, {}, space)
     known = made.call_args.args[0]
     assert {name: getattr(known, name) for name in expected} == expected
-    assert (known.seconds, known.processes, known.device) == (3600, 1, "cpu")
+    assert known.seconds == pytest.approx(3600, abs=30)  # but for the time since the flags were read
+    assert (known.processes, known.device) == (1, "cpu")
 
 
 @pytest.mark.parametrize(("rate", "width"), [(1.0, 32), (1e3, 128)])

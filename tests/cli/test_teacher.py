@@ -18,12 +18,11 @@ from rectified_flow.cli.config import OneStepConfig, TrainConfig
 from rectified_flow.cli.data import data_of
 from rectified_flow.cli.distill import DistillationData, open_distilled
 from rectified_flow.cli.record import distillation_of, with_record
-from rectified_flow.cli.settings import Settings, read_settings
+from rectified_flow.cli.settings import Settings, command_line, read_settings
 from rectified_flow.cli.train import train
 from rectified_flow.data.build import StoreWriter
 from rectified_flow.data.store import StoreDataset
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import command_line
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.solvers import Guidance
 from rectified_flow.load import load_flow

@@ -36,8 +36,8 @@ def flags_of(run: Path) -> dict[str, Any]:
     return read_config(run / "config.json")["training"]
 
 
-def train(words: str, rate: float = 100.0, measured: bool = False) -> None:
-    with constant_speed(rate, measured=measured):
+def train(words: str, rate: float = 100.0, measured: bool = False, timed: bool = False) -> None:
+    with constant_speed(rate, measured=measured, timed=timed):
         assert run_training(read_settings(TrainConfig, "", words.split()))
 
 
@@ -59,6 +59,18 @@ def test_a_run_in_a_given_time(pictures: Path, tmp_path: Path) -> None:
     assert (tmp_path / f"run/checkpoints/step_{steps:08}").is_dir()
     run_on_ranks(2, train, f"{words} 1h")
     assert flags_of(tmp_path / "run")["train_num_steps"] == steps
+
+
+def test_the_clock_changes_the_number_of_steps_of_all_processes(pictures: Path, tmp_path: Path) -> None:
+    """However fast the machine is: the run ends at the step that the clock decided last."""
+    words = f"--dataset_path {pictures} --cache_dir {tmp_path}/cache {TINY} --output_dir {tmp_path}/run --budget 4s"
+    run_on_ranks(2, train, words, 200.0, False, True)
+    clock = json.loads((tmp_path / "run/clock.json").read_text())
+    status = json.loads((tmp_path / "run/status.json").read_text())
+    assert clock["planned"] == flags_of(tmp_path / "run")["train_num_steps"]
+    total = [clock["planned"], *(total for _, total in clock["changes"])][-1]
+    assert (status["state"], status["step"], status["total_steps"]) == ("finished", total, total)
+    assert clock["used"] > 0
 
 
 def test_the_recorded_flags_give_the_same_run(pictures: Path, tmp_path: Path) -> None:
@@ -86,7 +98,7 @@ def test_large_pictures_are_trained_on_as_latents_from_the_starter(tmp_path: Pat
     words = f"--dataset_path {tmp_path}/pictures --cache_dir {tmp_path}/cache --output_dir {tmp_path}/run --dry_run"
     said = printed(f"{words} --budget 1m")
     assert not (tmp_path / "run").exists(), "a dry run"
-    assert "size        --image_size 128 --autoencoder small: about 5,400 images in 1m" in said
+    assert "size        --image_size 128 --autoencoder small: about 5,400 images in 1.0 minutes" in said
     assert re.search(r"starters/small/step_\d+: ([\d,]+) of \1 weights", said), "all of them are initialised"
 
 

@@ -174,7 +174,7 @@ def test_a_folder_behind_a_link_may_have_a_name_that_is_not_utf8(tmp_path: Path)
     save_picture(tmp_path / LATIN / "1.png")
     (tmp_path / "cafe").symlink_to(tmp_path / LATIN)
     assert open_dataset("", tmp_path / "cafe", image_size=4).description == "caf\\udce9: 1 images of 4 px"
-    with pytest.raises(UsageError, match=r"^dataset_path .*/caf\\udce9 cannot be used \(its name is not UTF-8\)"):
+    with pytest.raises(UsageError, match=r"^the folder .*/caf\\udce9 cannot be used \(its name is not UTF-8\)"):
         open_dataset("", tmp_path / LATIN, image_size=4)
 
 
@@ -192,7 +192,7 @@ def test_only_regular_files_are_read(tmp_path: Path, kind: str) -> None:
         os.mkfifo(odd)
     else:
         odd.symlink_to("/dev/zero" if kind == "device" else odd)
-    with pytest.raises(UsageError, match=r"broken image .*/2\.png \(.+\): remove it, or pass skip_broken"):
+    with pytest.raises(UsageError, match=r"broken image .*/2\.png \(.+\): remove it, or pass `skip_broken"):
         open_dataset("", tmp_path / "pics", image_size=4)
     assert len(open_dataset("", tmp_path / "pics", image_size=4, skip_broken_images=True)) == 1
 
@@ -201,7 +201,7 @@ def test_a_picture_that_may_not_be_read_is_named_or_skipped(tmp_path: Path, monk
     for name in ("1.png", "2.png"):
         save_picture(tmp_path / "pics" / name)
     with refusing(monkeypatch, "2.png"):
-        with pytest.raises(UsageError, match=r"2\.png \(Permission denied\): remove it, or pass skip_broken"):
+        with pytest.raises(UsageError, match=r"2\.png \(Permission denied\): remove it, or pass `skip_broken"):
             open_dataset("", tmp_path / "pics", image_size=4)
         assert len(open_dataset("", tmp_path / "pics", image_size=4, skip_broken_images=True)) == 1
 
@@ -250,7 +250,7 @@ def test_a_row_of_a_hub_dataset_names_a_file_of_the_hubs_cache(tmp_path: Path, m
 
 def test_a_table_of_something_else_than_pictures(tmp_path: Path) -> None:
     datasets.Dataset.from_dict({"text": ["a"], "size": [1]}).to_parquet(tmp_path / "words.parquet")
-    with pytest.raises(UsageError, match=r"^dataset_path .* has no image column, only text, size: to train on image"):
+    with pytest.raises(UsageError, match=r"^the folder .* has no image column, only text, size: to train on image"):
         open_dataset("", tmp_path, image_size=4)
 
 

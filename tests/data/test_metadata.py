@@ -234,13 +234,13 @@ def test_bad_metadata_is_named(folder: Path, suffix: str, content: str | bytes, 
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ("meta", "--condition_on meta has no values (texts, numbers or lists of texts)"),
-        ("empty", "--condition_on empty has no values"),
-        ("colour", "--condition_on colour does not exist in pictures: its columns are size, meta, empty, text"),
-        ("size size=colour", "--condition_on size=colour is not a type: pass "),
-        ("text text=number", "--condition_on text has numbers, but 'a' for the picture 00.png"),
-        ("all colour=label", "--condition_on colour does not exist in pictures"),
-        ("size number number!", "--condition_on number!: another column is number, too; rename one of them"),
+        ("meta", "`condition_on` meta has no values (texts, numbers or lists of texts)"),
+        ("empty", "`condition_on` empty has no values"),
+        ("colour", "`condition_on` colour does not exist in pictures: its columns are size, meta, empty, text"),
+        ("size size=colour", "`condition_on` size=colour is not a type: pass "),
+        ("text text=number", "`condition_on` text has numbers, but 'a' for the picture 00.png"),
+        ("all colour=label", "`condition_on` colour does not exist in pictures"),
+        ("size number number!", "`condition_on` number!: another column is number, too; rename one of them"),
     ],
 )
 def test_flags_that_do_not_suit_the_columns(folder: Path, flags: str, sentence: str) -> None:
@@ -249,7 +249,7 @@ def test_flags_that_do_not_suit_the_columns(folder: Path, flags: str, sentence: 
     (folder / "metadata.jsonl").write_text(json.dumps(row))
     with pytest.raises(UsageError, match=re.escape(sentence)):
         opened(folder, *flags.split())
-    with pytest.raises(UsageError, match="--text_encoder has no effect: no column"):
+    with pytest.raises(UsageError, match="`text_encoder` has no effect: no column"):
         opened(folder, "size", text_encoder="any")
 
 

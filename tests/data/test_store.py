@@ -150,7 +150,7 @@ def test_broken_images_are_named_or_skipped(tmp_path: Path) -> None:
         Image.new("RGB", (8, 8), (50 * index, 0, 0)).save(tmp_path / f"{index}.png")
     whole = (tmp_path / "2.png").read_bytes()
     (tmp_path / "2.png").write_bytes(whole[: len(whole) - 25])
-    with pytest.raises(UsageError, match=r"broken image .*/2\.png \(.+\): remove it, or pass --skip_broken_images"):
+    with pytest.raises(UsageError, match=r"broken image .*/2\.png \(.+\): remove it, or pass `skip_broken_images`"):
         open_store(FileFolder(tmp_path), 4, cache_dir=tmp_path / "cache")
     assert not list((tmp_path / "cache").glob("*/")), "a store was left half-built"
     dataset = ImageDataset(open_store(FileFolder(tmp_path), 4, skip_broken_images=True))

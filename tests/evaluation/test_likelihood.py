@@ -179,5 +179,5 @@ IMPOSSIBLE: dict[str, Any] = {
 def test_flows_without_a_likelihood(run: Path, sentence: str) -> None:
     how: dict[str, Any] = {"num_samples": 2, "metrics": ("likelihood",)}
     evaluator = Evaluator(pictures_of(run), "inception", **how)
-    with pytest.raises(UsageError, match=f"--metric likelihood .*{sentence}"):
+    with pytest.raises(UsageError, match=f"`metric` likelihood .*{sentence}"):
         evaluator.measure(Comparison(evaluator, IMPOSSIBLE[sentence](), {"steps": 1}))

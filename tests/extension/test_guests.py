@@ -47,7 +47,7 @@ def test_without_its_module_the_kind_is_named(name: str, kind_runs: Callable[[st
         assert code == 0, errors
         return
     assert code == 2
-    assert "--import MODULE" in errors
+    assert "pass --import with its module" in errors
     assert errors.count("\n") == 1
 
 

@@ -278,6 +278,6 @@ def test_halves_of_paths_with_few_points_begin_and_end_in_points(steps: int) -> 
 
 def test_a_share_of_less_than_a_row_is_refused() -> None:
     one = {"images": torch.zeros(1, 3, 8, 8, dtype=torch.uint8), "path": torch.zeros(1, 3, 3, 8, 8)}
-    with pytest.raises(UsageError, match=r"0.5 of a micro-batch of 1 is less than one row: raise --batch_size"):
+    with pytest.raises(UsageError, match=r"0.5 of a micro-batch of 1 is less than one row: raise `batch_size`"):
         DistilledFlow(Recorder())(**one)
     DistilledFlow(Recorder()).eval()(**one)

@@ -140,15 +140,15 @@ def test_what_is_none_is_refused(tmp_path: Path, config: dict[str, Any] | None, 
         autoencoder.shape_of(16)
         autoencoder.prepare(torch.device("cpu"))
 
-    with pytest.raises(UsageError, match=f"--autoencoder {tmp_path} {sentence}") as told:
+    with pytest.raises(UsageError, match=f"`autoencoder` {tmp_path} {sentence}") as told:
         use()
     assert "\n" not in str(told.value)
 
 
 def test_a_size_that_it_cannot_halve_is_refused(folder: Callable[[str], Path]) -> None:
-    with pytest.raises(UsageError, match=r"--image_size 30 cannot be halved .*: pass a power of two"):
+    with pytest.raises(UsageError, match=r"`image_size` 30 cannot be halved .*: pass a power of two"):
         PretrainedAutoencoder(str(folder("AutoencoderKLWan"))).shape_of(30)
-    with pytest.raises(UsageError, match=r"--image_size 30 cannot be halved as often as --autoencoder haar does"):
+    with pytest.raises(UsageError, match=r"`image_size` 30 cannot be halved as often as `autoencoder` haar does"):
         Haar().shape_of(30)
 
 
@@ -166,7 +166,7 @@ def test_sides_are_any_multiples_of_eight(height: int, width: int) -> None:
 
 def test_the_shape_is_found_without_weights_and_other_sides_are_refused() -> None:
     assert Small().shape_of(128) == (1, 8, 16, 16)
-    with pytest.raises(UsageError, match="--image_size 36 cannot be halved as often as --autoencoder small does"):
+    with pytest.raises(UsageError, match="`image_size` 36 cannot be halved as often as `autoencoder` small does"):
         Small().shape_of(36)
 
 
@@ -191,5 +191,5 @@ def test_latents_are_bounded() -> None:
 def test_a_flow_of_other_weights_is_refused() -> None:
     description = json.loads(json.dumps(describe(Small())))
     build(description).prepare(torch.device("cpu"))
-    with pytest.raises(UsageError, match="--autoencoder small has other weights than in training"):
+    with pytest.raises(UsageError, match="`autoencoder` small has other weights than in training"):
         build({**description, "fingerprint": "0"}).prepare(torch.device("cpu"))

@@ -52,26 +52,26 @@ def test_underscores_and_hyphens() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("--image_size -1", "--image_size is -1; it must be greater than or equal to 0"),
-        ("--image_size 100000", "--image_size is 100000; it must be less than or equal to 16384"),
-        ("--dim 1000000", "--dim is 1000000; it must be less than or equal to 4096"),
+        ("--image_size -1", "`image_size` is -1; it must be greater than or equal to 0"),
+        ("--image_size 100000", "`image_size` is 100000; it must be less than or equal to 16384"),
+        ("--dim 1000000", "`dim` is 1000000; it must be less than or equal to 4096"),
         ("--alpha --autoencoder small", "--alpha and --autoencoder exclude each other: pass one"),
         ("--one_step --prediction noise", "--prediction and --one_step exclude each other: pass one"),
         ("--one_step --flow Guest", "--one_step and --flow exclude each other: pass one"),
         ("--degrade grey --coupling ot", "--degrade and --coupling exclude each other: pass one"),
         ("--resume_from_checkpoint runs/a", "it must be latest: the same command resumes its run"),
         ("--resume_from_checkpoint latest --resume never", "--resume_from_checkpoint and --resume exclude each other"),
-        ("--gradient_accumulation_steps 0", "--gradient_accumulation_steps is 0; it must be greater than 0"),
-        ("--learning_rate -1", "--learning_rate is -1.0; it must be greater than 0"),
-        ("--log_every 0", "--log_every is 0; it must be greater than 0"),
-        ("--save_every -1", "--save_every is -1; it must be greater than or equal to 0"),
-        ("--dropout 1", "--dropout is 1.0; it must be less than 1"),
-        ("--ema_decay 1", "--ema_decay is 1.0"),
-        ("--dim_mults", "--dim_mults is ()"),
-        ("--evaluation_samples 1", "--evaluation_samples is 1; it must be greater than or equal to 2"),
-        ("--guidance_scale nan --use_cfg", "--guidance_scale is nan; it must be a finite number"),
-        ("--rank_timeout 1e15", "--rank_timeout is 1000000000000000.0; it must be less than"),
-        ("--learning_rate inf", "--learning_rate is inf; it must be a finite number"),
+        ("--gradient_accumulation_steps 0", "`gradient_accumulation_steps` is 0; it must be greater than 0"),
+        ("--learning_rate -1", "`learning_rate` is -1.0; it must be greater than 0"),
+        ("--log_every 0", "`log_every` is 0; it must be greater than 0"),
+        ("--save_every -1", "`save_every` is -1; it must be greater than or equal to 0"),
+        ("--dropout 1", "`dropout` is 1.0; it must be less than 1"),
+        ("--ema_decay 1", "`ema_decay` is 1.0"),
+        ("--dim_mults", "`dim_mults` is ()"),
+        ("--evaluation_samples 1", "`evaluation_samples` is 1; it must be greater than or equal to 2"),
+        ("--guidance_scale nan --use_cfg", "`guidance_scale` is nan; it must be a finite number"),
+        ("--rank_timeout 1e15", "`rank_timeout` is 1000000000000000.0; it must be less than"),
+        ("--learning_rate inf", "`learning_rate` is inf; it must be a finite number"),
     ],
 )
 def test_what_makes_no_sense_is_refused(words: str, sentence: str) -> None:
@@ -121,13 +121,15 @@ def test_batch_arithmetic(flags: dict[str, Any], world_size: int, expected: str)
     ],
 )
 def test_a_batch_that_does_not_divide_is_refused(flags: dict[str, Any], world_size: int) -> None:
-    with pytest.raises(UsageError, match=f"--global_batch_size {flags['global_batch_size']} cannot be split evenly"):
+    with pytest.raises(UsageError, match=f"`global_batch_size` {flags['global_batch_size']} cannot be split evenly"):
         TrainingConfig(**flags).split_batch(world_size)
 
 
 def test_a_batch_that_no_memory_holds_is_refused() -> None:
     flags = TrainingConfig(batch_size=2**20, gradient_accumulation_steps=2**20)
-    with pytest.raises(UsageError, match="more than 16777216 items: lower --batch_size or --gradient_accumulation"):
+    with pytest.raises(
+        UsageError, match="more than 16777216 items: lower `batch_size` or `gradient_accumulation_steps`"
+    ):
         flags.split_batch(1)
 
 

@@ -137,7 +137,7 @@ def test_a_value_that_makes_no_sense(
     with pytest.raises(UsageError) as refused:
         reader(run, trainer)
     assert "\n" not in str(refused.value)
-    assert STEP in str(refused.value) or "--dim" in str(refused.value)
+    assert STEP in str(refused.value) or "`dim`" in str(refused.value)
 
 
 def test_the_documents_themselves_are_read(run: Path, trainer: Trainer) -> None:

@@ -103,7 +103,7 @@ def test_a_tracker_stores_flags_curves_and_pictures_of_a_resumed_run(tmp_path: P
 
 def test_trackio_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "find_spec", lambda _: None)
-    with pytest.raises(UsageError, match="--log_with trackio needs the Python package trackio: pip install trackio"):
+    with pytest.raises(UsageError, match="`log_with` trackio needs the Python package trackio: pip install trackio"):
         TrainingConfig(log_with="trackio")
 
 

@@ -60,7 +60,7 @@ def test_another_flow_is_refused(tmp_path: Path, other: Any, words: str) -> None
     save(rectified(), TrainingConfig(output_dir=tmp_path / "run"))
     with pytest.raises(UsageError, match=words) as refusal:
         resume(other(), TrainingConfig(output_dir=tmp_path / "run"))
-    assert "choose another --output_dir" in str(refusal.value)
+    assert "choose another `output_dir`" in str(refusal.value)
 
 
 def test_changes_that_are_allowed_are_reported(tmp_path: Path) -> None:

@@ -167,10 +167,10 @@ def test_a_projection_changes_nothing_the_second_time(degradation: Degradation, 
     ("text", "expected"),
     [
         ("nonsense", "nonsense is not registered: choose Blur or Downsample or Edges or Grey or Mask"),
-        ("downsample:1", "--degrade factor is 1; it must be greater than or equal to 2"),
-        ("downsample:x", "--degrade factor is x"),
-        ("grey:3", "--degrade grey=3: Grey takes KEY=VALUE with the keys none"),
-        ("mask:star", "--degrade shape is star"),
+        ("downsample:1", "`degrade` factor is 1; it must be greater than or equal to 2"),
+        ("downsample:x", "`degrade` factor is x"),
+        ("grey:3", "`degrade` grey=3: Grey takes KEY=VALUE with the keys none"),
+        ("mask:star", "`degrade` shape is star"),
     ],
 )
 def test_bad_names_and_values_are_refused(text: str, expected: str) -> None:

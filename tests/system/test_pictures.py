@@ -12,7 +12,7 @@ from rectified_flow.data.framing import Framing, parse_ratio
 from rectified_flow.errors import UsageError
 from rectified_flow.system import pictures
 from rectified_flow.system.pictures import open_picture, upright_size
-from rectified_flow.system.terminal import escaped, prepare_streams
+from rectified_flow.system.terminal import prepare_streams, shown
 
 MEGABYTE = 2**20
 
@@ -51,7 +51,7 @@ def test_characters_that_an_encoding_lacks_are_escaped(monkeypatch: pytest.Monke
 
 
 def test_characters_that_control_a_terminal_are_escaped() -> None:
-    assert escaped("a\tb\nc\x1b[31m\u202ed") == "a\tb\nc\\x1b[31m\\u202ed"
+    assert shown("a\tb\nc\x1b[31m\u202ed") == "a\tb\nc\\x1b[31m\\u202ed"
 
 
 ORANGE = (200, 100, 0)
@@ -189,11 +189,11 @@ def test_sides() -> None:
     assert Framing.of(64, "6:4") == Framing(96, 64)
     assert Framing.of(27, "9:16") == Framing(27, 48)
     assert Framing.of(64, "2:2") == Framing(64, 64)
-    with pytest.raises(UsageError, match="64 with --aspect_ratio 16:9 gives a fractional long side; pass a"):
+    with pytest.raises(UsageError, match="64 with `aspect_ratio` 16:9 gives a fractional long side; pass a"):
         Framing.of(64, "16:9")
 
 
 @pytest.mark.parametrize("text", ["3", "0:1", "3:", "a:b", "-3:2", "3:2:1", "1.5:1", "3 : 2", "10000:1", ""])
 def test_no_ratio(text: str) -> None:
-    with pytest.raises(UsageError, match=f"--aspect_ratio is {text}; it must be width:height"):
+    with pytest.raises(UsageError, match=f"`aspect_ratio` is {text}; it must be width:height"):
         parse_ratio(text)

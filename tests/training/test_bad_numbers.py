@@ -187,7 +187,7 @@ def test_weights_that_exploded_are_not_saved(tmp_path: Path, flowers: ImageDatas
     )  # fmt: skip
     with pytest.raises(RunError, match=r"exploded by step 4 .* not saved") as problem:
         build_trainer(config, flowers, lr_schedule=schedule).train()
-    assert "--learning_rate" in str(problem.value)
+    assert "`learning_rate`" in str(problem.value)
     assert checkpoints(tmp_path) == ["step_00000001", "step_00000002", "step_00000003"], "an early one and the newest"
 
 

@@ -171,7 +171,7 @@ def test_without_the_flag_it_warns_once(gone_on: tuple[Path, str]) -> None:
     run, printed = gone_on
     assert rows(run)[-1]["step"] == CONTINUED_STEPS
     assert printed.count("warning: the network memorises its training pictures") == 1
-    assert "--stop_when_memorising" in printed
+    assert "`stop_when_memorising`" in printed
     assert checkpoint.best_of(run / "checkpoints") is None
 
 

@@ -129,7 +129,7 @@ def hold_folder(output_dir: Path, dataset: ImageDataset) -> str:
 
 def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path, flowers: ImageDataset) -> None:
     [sentence] = run_on_ranks(1, hold_folder, tmp_path / "a", flowers)
-    assert "is training in --output_dir" in sentence
+    assert "is training in `output_dir`" in sentence
     assert "choose another folder" in sentence
 
 

@@ -92,11 +92,11 @@ def read_all(tmp_path: Path, failure: Callable[[], torch.Tensor], workers: int =
 @pytest.mark.parametrize(
     ("failure", "kind", "sentence"),
     [
-        (share, RunError, r"^a loader process failed \(.*No space left.*shared memory \(docker run --shm-size\)"),
+        (share, RunError, r"^a loader process failed \(.*No space left.*shared memory \(shm-size of docker run\)"),
         (
             fill_memory,
             RunError,
-            r"^a loader process failed \(.*(killed by signal|exited unexpectedly).*pass fewer --num_workers",
+            r"^a loader process failed \(.*(killed by signal|exited unexpectedly).*pass fewer `num_workers`",
         ),
         (open_too_much, RunError, r"^a loader process failed \(.*Too many open files.*open files \(ulimit\)"),
         (miss_a_file, UsageError, "^images.uint8 is missing$"),

@@ -272,7 +272,7 @@ def test_an_optimizer_is_found_by_its_name() -> None:
     config = TrainingConfig(learning_rate=0.5, optimizer=("halves", "momentum=0.25"))
     vectors, matrices = find_optimizer(config, fused=True)(layer.named_parameters()).param_groups
     assert (vectors["lr"], matrices["lr"], matrices["momentum"]) == (1.0, 0.5, 0.25)
-    with pytest.raises(UsageError, match="--optimizer adamv is not registered: choose adamw or halves"):
+    with pytest.raises(UsageError, match="`optimizer` adamv is not registered: choose adamw or halves"):
         find_optimizer(TrainingConfig(optimizer=("adamv",)), fused=True)
 
 

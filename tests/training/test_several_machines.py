@@ -44,9 +44,9 @@ def test_only_the_source_of_this_package_is_compared() -> None:
     ("names", "counts", "seeds", "code", "expected"),
     [
         ("aa", [40, 37], [0, 0], "aa", ["the number of items is 37, not 40", "the fingerprint of the dataset is "]),
-        ("aa", [40, 40], [0, 1], "aa", ["--seed is 1, not 0"]),
+        ("aa", [40, 40], [0, 1], "aa", ["`seed` is 1, not 0"]),
         ("aa", [40, 40], [0, 0], "ab", ["the source is b, not a"]),
-        ("ab", [40, 40], [0, 0], "aa", ["access to the files of rank 0 in --output_dir is False, not True"]),
+        ("ab", [40, 40], [0, 0], "aa", ["access to the files of rank 0 in `output_dir` is False, not True"]),
         ("aa", [40, 40], [0, 0], "aa", []),
     ],
 )
@@ -121,5 +121,5 @@ def test_a_folder_that_is_not_shared_is_refused(tmp_path: Path, name: str, refus
     first, second = run_on_ranks(2, share, [tmp_path / "a", tmp_path / name])
     assert bool(first) == bool(second) == refused
     if refused:
-        assert "access to the files of rank 0 in --output_dir is False, not True" in first
+        assert "access to the files of rank 0 in `output_dir` is False, not True" in first
     assert not list((tmp_path / "a").iterdir()), "the probe is left"

@@ -96,7 +96,7 @@ class ImageSource(ABC):
         """Return the numbers of all images but those with the names to exclude, or of ``limit`` spread over them."""
         names = [self.name_of(index) for index in range(len(self))] if exclude else []
         if unknown := sorted({*exclude} - {*names}):
-            raise UsageError(f"--exclude names {unknown[0]}, which is no image of {self.name}: correct the list")
+            raise UsageError(f"`exclude` names {unknown[0]}, which is no image of {self.name}: correct the list")
         kept = [index for index in range(len(self)) if not exclude or names[index] not in exclude]
         # The first ones might all be of one class, as folders are read in the order of their names.
         return kept if limit is None or limit >= len(kept) else [kept[n * len(kept) // limit] for n in range(limit)]

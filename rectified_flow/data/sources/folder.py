@@ -65,7 +65,7 @@ class FileFolder(ImageSource):
         self._note(f"files of other formats ({PLUGIN_HINT})", others)
         if not found:
             first = [f"{printable(file)} is {what}" for file in everything[:1] if (what := content_of(file))]
-            nothing = f"--dataset_path {path} holds no {self.kind} ({', '.join(sorted(self.suffixes))})"
+            nothing = f"the folder {path} holds no {self.kind} ({', '.join(sorted(self.suffixes))})"
             raise UsageError("; ".join((nothing, *self.notes, *first)))
         root, files = narrow(path, found, split)
         self.files, rest = sorted(files), sorted({*found} - {*files})
@@ -154,7 +154,7 @@ def _choose(folder: Path, names: Sequence[str], split: str) -> str | None:
     if len(wanted) == 1 and None not in found:
         return wanted[0]
     listed, such = ", ".join(map(printable, names)), printable(folder / (wanted or names)[0])
-    raise UsageError(f"the subfolders {listed} may be splits or classes: pass one with --dataset_path {such}")
+    raise UsageError(f"the subfolders {listed} may be splits or classes: pass one of them, such as {such}")
 
 
 def _split_of(name: str) -> str | None:

@@ -32,7 +32,7 @@ class HuggingFaceSource(ImageSource):
     def __init__(self, source: str | Path, split: str = "train") -> None:
         self.source, self.split, is_folder = source, split, isinstance(source, Path)
         self.name = f"{printable(source.name) if isinstance(source, Path) else source} {split}"
-        self._flag = f"--dataset{'_path' * is_folder} {source}"
+        self._title = f"the folder {source}" if is_folder else f"`dataset` {source}"
 
     @cached_property
     @override
@@ -96,7 +96,7 @@ class HuggingFaceSource(ImageSource):
         rows = self._load()
         columns = _columns(rows, "Image") or [name for name in rows.features if _holds_pictures(rows, name)]
         if not columns:
-            found = f"{self._flag} has no image column, only {', '.join(rows.features)}"
+            found = f"{self._title} has no image column, only {', '.join(rows.features)}"
             raise UsageError(f"{found}: to train on image files beside a table, move the table away")
         for column in columns:
             rows = rows.cast_column(column, datasets.Image(decode=False))
@@ -118,8 +118,8 @@ class HuggingFaceSource(ImageSource):
         except Exception as error:  # from datasets, the hub client, the network or the file system
             why = (content_of(table) if table else None) or first_line(error)
             if table is None and datasets.config.HF_HUB_OFFLINE:
-                why = "there is no network; pass --dataset synthetic-flowers or --dataset_path"
-            raise UsageError(f"{self._flag} cannot be read as a dataset ({why})") from error
+                why = "there is no network; pass `dataset` synthetic-flowers or `dataset_path`"
+            raise UsageError(f"{self._title} cannot be read as a dataset ({why})") from error
 
 
 def _columns(rows: Any, kind: str) -> list[str]:

@@ -138,7 +138,7 @@ def a_damaged_tokenizer(folder: Path) -> str:
     [
         (lambda _folder: "", "--text is missing"),
         (lambda _folder: "--text x --width 33", "it must be a multiple of 32"),
-        (lambda _folder: "--text x --max_train_samples 0", "--max_train_samples is 0; it must be greater than 0"),
+        (lambda _folder: "--text x --max_train_samples 0", "`max_train_samples` is 0; it must be greater than 0"),
         (a_damaged_tokenizer, r"tokenizer.json is damaged \(.*\): start a new run in another folder"),
     ],
 )

@@ -1,0 +1,74 @@
+"""Checks of the flags of a run, of its data and of its network, before anything takes long."""
+
+from collections.abc import Collection
+from math import gcd
+
+from rectified_flow.cli.build import choose_flow, choose_network, divisor_of
+from rectified_flow.cli.config import DataConfig, NetworkConfig, TrainConfig, check_outside
+from rectified_flow.cli.data import check_source
+from rectified_flow.cli.settings import check_rules
+from rectified_flow.errors import UsageError
+from rectified_flow.flags import refuse, rules_of
+from rectified_flow.flows.flow_map import FlowMap, takes_interval
+from rectified_flow.spaces.space import Space
+from rectified_flow.system.terminal import size_text
+
+
+def check_flags(values: TrainConfig, given: Collection[str]) -> None:
+    """Check relations between flags of different groups, and the names of registered parts."""
+    check_rules(values, given)
+    method, has_teacher, run = values.method, values.teacher.teacher is not None, values.run
+    needed = "has no effect with --teacher" if has_teacher else "needs --teacher: pass the run of a rectified flow"
+    refuse({f"method {method}": (method in ("distill", "reflow")) != has_teacher}, needed)
+    source = values.source.source_path
+    written = {"output_dir": run.output_dir, "checkpoint_dir": run.checkpoint_dir, "cache_dir": values.data.cache_dir}
+    check_outside("dataset_path", values.data.dataset_path, **written, source_path=source)
+    check_outside("source_path", source, **written)
+    network, flow = choose_network(values.network), choose_flow(values.flow, method, is_taught=has_teacher)
+    noisy = values.source.source_noise > 0 and not values.source.as_start
+    refuse({"source_noise": noisy}, "has no effect if the source is a condition: pass --source_as start")
+    one_step, is_map = values.program.one_step, issubclass(flow.target, FlowMap)
+    refuse({"one_step": one_step and is_map}, f"is for rectified flows, not --method {method}: leave it out")
+    if (one_step or is_map) and not takes_interval(network.target):
+        needed = "has no input r, the end of an interval, which a one-step generator needs: train only a rectified flow"
+        raise UsageError(f"--network {network.target.__name__} {needed}")
+    check_source(values.source)
+
+
+def check_items(given: Collection[str], dataset: str) -> None:
+    """Raise a UsageError if a flag is for pictures, and the data are items of a registered dataset."""
+    rules = rules_of(TrainConfig)
+    refuse(
+        {name: rules[name].for_pictures for name in sorted(given)},
+        f"is for pictures, and --dataset {dataset} has items of another kind",
+    )
+
+
+def check_space(space: Space, *, crops: bool, is_encoded: bool, evaluates: bool) -> None:
+    """Raise a UsageError if a flag has no effect on data of this space.
+
+    Args:
+        space: the space.
+        crops: whether random crops are asked for.
+        is_encoded: whether an autoencoder encodes the pictures.
+        evaluates: whether samples are compared by their features during training.
+    """
+    refuse(
+        {"crop random": crops and is_encoded},
+        "has no effect with --autoencoder, which encodes the centre: leave it out",
+    )
+    by_features = evaluates and "frechet" not in space.medium.metrics
+    refuse({"evaluate_every": by_features}, "compares features of photographs: leave it out, and run evaluate.py")
+
+
+def check_sides(flags: NetworkConfig, data: DataConfig, space: Space) -> None:
+    """Raise a UsageError if the network does not take the sides of the pictures, or of their latents."""
+    size, shape, network = data.image_size, space.shape or data.framing.shape, choose_network(flags)
+    if len(shape) < 3:  # items that are not pictures, for a registered network
+        return
+    height, width = shape[-2:]
+    divisor, common = divisor_of(network), gcd(height, width)
+    if common % divisor > 0:
+        inputs = f"inputs of {size_text(width, height)}, not divisible by {divisor}"
+        problem = f"--image_size {size} gives the network {inputs}, as this {network.target.__name__} requires"
+        raise UsageError(f"{problem}: pass a multiple of {divisor * (size // common)}")

@@ -1,0 +1,40 @@
+"""Tests of the lines that a program prints."""
+
+import pytest
+
+from rectified_flow.errors import quoted
+from rectified_flow.system.terminal import line, shown, spelling_arguments
+
+
+@pytest.mark.parametrize(
+    ("message", "printed"),
+    [
+        ("`seed` 3 is no `size`", "-s seed 3 is no -s size"),
+        ("pass a number (`seed`), or `size`.", "pass a number (-s seed), or -s size."),
+        ("`seed`: `size`; `seed`", "-s seed: -s size; -s seed"),
+    ],
+)
+def test_a_program_spells_the_arguments_of_a_message(message: str, printed: str) -> None:
+    with spelling_arguments("-s {}".format):
+        assert shown(message) == printed
+        assert line("note", message) == f"note        {printed}"
+    assert shown(message) == message
+
+
+@pytest.mark.parametrize(
+    "file", ["`seed`.png", "a`seed`", "/all/`seed`", "/all/`seed`/1.png", "--seed", "`my seed`", "``", "`Seed`", "`"]
+)
+def test_the_name_of_a_file_is_printed_as_it_is(file: str) -> None:
+    with spelling_arguments("-s {}".format):
+        assert shown(f"`seed` {file} is no file: {file}") == f"-s seed {file} is no file: {file}"
+
+
+def test_a_program_inside_another_spells_for_itself() -> None:
+    with spelling_arguments("outer {}".format):
+        with spelling_arguments("inner {}".format):
+            assert shown("`seed`") == "inner seed"
+        assert shown("`seed`") == "outer seed"
+
+
+def test_an_argument_in_a_message_is_in_backticks_and_its_value_is_not() -> None:
+    assert [quoted("seed"), quoted("path a `b` c")] == ["`seed`", "`path` a `b` c"]
