@@ -23,10 +23,10 @@ from training_speed import write_photographs
 from turns import PEER, Row, Turns, ratio, take_turns
 
 from rectified_flow.data import GlobalBatch
-from rectified_flow.data.build import open_store
 from rectified_flow.data.open import open_dataset
 from rectified_flow.data.sources.synthetic_flowers import SyntheticFlowers
 from rectified_flow.data.store import ImageDataset
+from rectified_flow.data.store_writer import open_store
 from rectified_flow.data.stream import Batches, StreamSampler
 
 FLOWERS = 8189

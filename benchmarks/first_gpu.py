@@ -34,10 +34,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from turns import describe_machine, synchronized
 
 from rectified_flow.cli import build
-from rectified_flow.cli.config import DataConfig, NetworkConfig, OneStepConfig, TrainConfig
 from rectified_flow.cli.data import build_space
 from rectified_flow.cli.settings import Settings
 from rectified_flow.cli.train import train as run_training
+from rectified_flow.cli.training_flags import DataConfig, NetworkConfig, OneStepConfig, TrainConfig
 from rectified_flow.data.open import Pictures
 from rectified_flow.data.stream import Batch
 from rectified_flow.distributed import join_processes
@@ -47,7 +47,7 @@ from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.networks.network import to_device
 from rectified_flow.randomness import BatchRows, deterministic
 from rectified_flow.runs.checkpoint import load_tensors, resolve
-from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.runs.training_config import TrainingConfig
 from rectified_flow.training.trainer import Trainer
 
 PROJECT = Path(__file__).resolve().parent.parent

@@ -28,11 +28,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from turns import PEER, Contender, Row, Times, Turns, ratio, take_turns
 
 from rectified_flow.cli.build import build_flow
-from rectified_flow.cli.config import DataConfig, NetworkConfig, TrainConfig
 from rectified_flow.cli.data import build_space, data_of
+from rectified_flow.cli.training_flags import DataConfig, NetworkConfig, TrainConfig
 from rectified_flow.data.sources.synthetic_flowers import SyntheticFlowers
 from rectified_flow.distributed import join_processes
-from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.runs.training_config import TrainingConfig
 from rectified_flow.training.trainer import Trainer
 
 PEER_TUNED = f"{PEER}, decoded images, batch 128, bf16"

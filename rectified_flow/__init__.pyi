@@ -27,7 +27,7 @@ from rectified_flow.load import load_flow as load_flow
 from rectified_flow.networks.network import Network as Network
 from rectified_flow.networks.unet import Unet as Unet
 from rectified_flow.registry import register as register
-from rectified_flow.runs.config import TrainingConfig as TrainingConfig
+from rectified_flow.runs.training_config import TrainingConfig as TrainingConfig
 from rectified_flow.spaces.degradations import Degradation as Degradation
 from rectified_flow.spaces.medium import Medium as Medium
 from rectified_flow.spaces.pictures import Pictures as Pictures

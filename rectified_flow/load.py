@@ -19,8 +19,8 @@ from rectified_flow.networks import unet  # noqa: F401  it registers the network
 from rectified_flow.registry import build
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.checkpoint import FLOW_FILE, RunIdentity
-from rectified_flow.runs.config import CHECKPOINTS
 from rectified_flow.runs.folder import read_config
+from rectified_flow.runs.training_config import CHECKPOINTS
 from rectified_flow.spaces.degradations import Degradation
 from rectified_flow.system.artifact import read_manifest
 from rectified_flow.system.files import read_document

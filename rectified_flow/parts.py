@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rectified_flow.errors import UsageError, first_line, quoted
-from rectified_flow.registry import Role, find, names, parameters_of
+from rectified_flow.registry import OFFERS, Role, find, names, needs_of, parameters_of
 from rectified_flow.system.files import LONGEST, usable_path
 
 
@@ -21,23 +21,41 @@ class Choice:
         flag: the flag that names it, such as ``network``.
         target: the class or function.
         arguments: checked arguments.
+        role: the role of the target, or its base class.
     """
 
     flag: str
     target: Any
     arguments: Mapping[str, Any]
+    role: Role | type
 
-    def build(self, **context: Any) -> Any:
-        """Call the target with its arguments, and those of ``context`` that it has a parameter for."""
-        parameters = parameters_of(self.target)
-        arguments = {name: value for name, value in context.items() if name in parameters} | dict(self.arguments)
+    def build(self, *inputs: object, **offered: Any) -> Any:
+        """Call the target with its inputs and arguments, and with what it needs of the offered arguments.
+
+        Args:
+            inputs: positional arguments, which each part of the role takes, such as the network of a flow.
+            offered: values by the names in :data:`OFFERS`.
+        """
+        needed = needs_of(self.target)
+        arguments = {name: value for name, value in offered.items() if name in needed} | dict(self.arguments)
+        self._check_declared(arguments, len(inputs))
         try:
-            return self.target(**arguments)
+            return self.target(*inputs, **arguments)
         except UsageError:
             raise
         except (TypeError, ValueError) as error:
             name = self.target.__qualname__.removesuffix(".of")
             raise UsageError(f"{quoted(self.flag)} {name} cannot be built ({first_line(error)})") from error
+
+    def _check_declared(self, arguments: Mapping[str, Any], inputs: int) -> None:
+        """Check that the target asks for what it cannot do without."""
+        offers, needed = {} if isinstance(self.role, type) else OFFERS.get(self.role, {}), needs_of(self.target)
+        parameters = [*parameters_of(self.target).values()][inputs:]
+        required = [each.name for each in parameters if each.default is each.empty and each.name not in arguments]
+        if missing := [name for name in required if name in offers and name not in needed]:
+            needs = ", ".join(f'"{name}"' for name in (*needed, *missing))
+            declaration = f'decorate it with @register(role="{self.role}", needs=[{needs}])'
+            raise UsageError(f"{quoted(self.flag)} {self.target.__qualname__} asks for no {missing[0]}: {declaration}")
 
 
 def split_part(part: Sequence[str]) -> tuple[str, list[str]]:
@@ -52,11 +70,11 @@ def name_of(part: Sequence[str]) -> str:
     return split_part(part)[0]
 
 
-def choose(flag: str, role: Role | type, part: Sequence[str], but: type | None = None) -> Choice:
+def choose(flag: str, role: Role | type, part: Sequence[str]) -> Choice:
     """Return a registered class or function with its arguments."""
     name, options = split_part(part)
-    target = find(flag, role, name or " ".join(options), but)
-    return Choice(flag, target, typed_options(flag, target, options))
+    target = find(flag, role, name or " ".join(options))
+    return Choice(flag, target, typed_options(flag, target, options), role)
 
 
 def typed_options(flag: str, target: Any, options: Sequence[str]) -> dict[str, Any]:
@@ -80,7 +98,7 @@ def choose_named(flag: str, base: type, text: str) -> Any:
     known = {each.lower(): each for each in names(base)}
     target = find(flag, base, known.get(name.lower(), name))
     options = [f"{next(iter(parameters_of(target)), name)}={value}"] if colon else []
-    return Choice(flag, target, typed_options(flag, target, options)).build()
+    return Choice(flag, target, typed_options(flag, target, options), base).build()
 
 
 def validated(name: str, candidates: Sequence[Any], hint: Any) -> Any:
@@ -101,9 +119,9 @@ def validated(name: str, candidates: Sequence[Any], hint: Any) -> Any:
 
 
 def arguments_from(group: object, names: Sequence[str], target: Any) -> dict[str, Any]:
-    """Return those of the named flags that differ from their defaults, as arguments for ``target``."""
+    """Return those of the named flags that differ from their defaults, as arguments that ``target`` needs."""
     values = {name: getattr(group, name) for name in names}
     given = {name: value for name, value in values.items() if value != getattr(type(group), name)}
-    for name in given.keys() - parameters_of(target).keys():
-        raise UsageError(f"`{name}` has no effect: {target.__name__} has no argument {name}; leave it out")
+    for name in given.keys() - set(needs_of(target)):
+        raise UsageError(f"`{name}` has no effect: {target.__name__} does not ask for {name}; leave it out")
     return given

@@ -14,7 +14,7 @@ This module imports none of the modules that register: :mod:`rectified_flow.room
 import inspect
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -22,11 +22,48 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 
 from rectified_flow.errors import UsageError, first_line, quoted
 
-Role = Literal["dataset", "reader", "optimizer", "metric", "score", "degradation", "format"]
-"""The purpose of a registered function, or of a class that is called as one."""
+Role = Literal["network", "flow", "dataset", "reader", "optimizer", "metric", "score", "format"]
+"""The purpose of a registered class or function; checkpoints describe networks, flows and classes without a role."""
+OFFERS: Mapping[Role, Mapping[str, str]] = {
+    "network": {
+        "shape": "the shape of one x, (c, h, w) for pictures; () if the space does not know it",
+        "channels": "the first number of the shape; None if there is none",
+        "image_size": "the shorter side of x; None if it has no sides",
+        "conditions": "the kinds of the conditions by their names, as the attribute `conditions` keeps them",
+        "dim": "the flag of this name, if it is given",
+        "dim_mults": "the flag of this name, if it is given",
+        "dropout": "the flag of this name",
+    },
+    "flow": {
+        "space": "the space of the data",
+        "condition_dropout": "the share of rows that are trained without conditions",
+        "from_source": "with sources: whether paths start from them instead of from noise",
+        "source_noise": "with sources: the standard deviation of the noise on a source that paths start from",
+        "time_distribution": "the distribution of the training times, if a flag or the method chooses one",
+        "prediction": "the flag of this name, if it is given",
+        "coupling": "the flag of this name, if it is given",
+        "guidance_scale": "the flag of this name, if it is given and there is no teacher",
+    },
+    "dataset": {
+        "image_size": "the flag of this name",
+        "cache_dir": "the folder for decoded data; None for the default",
+    },
+    "optimizer": {
+        "lr": "the peak learning rate",
+        "fused": "whether one kernel may update all parameters, as on a GPU",
+    },
+    "format": {
+        "half": "the flag of this name, if it is given",
+        "metadata": "the flag of this name, if it is given",
+    },
+}
+"""The arguments that programs offer to the parts of a role, which ``needs`` of :func:`register` asks for."""
 T = TypeVar("T", bound=Callable[..., Any])
 _REGISTERED: defaultdict[Role | None, dict[str, Any]] = defaultdict(dict)
-"""Registered functions by role and name. The role None has the classes that checkpoints describe."""
+"""Registered classes and functions by role and name. The role None has all classes that checkpoints describe."""
+_DESCRIBED: tuple[Role | None, ...] = (None, "network", "flow")
+_NEEDS: dict[object, tuple[str, ...]] = {}
+"""Names of the offered arguments that a registered class or function asks for."""
 _COMPLETING: list[Callable[[], object]] = []
 """Functions that import what a name may stand for; see :func:`before_lookup`."""
 _Plain = bool | int | float | str | None
@@ -35,26 +72,52 @@ _Plain = bool | int | float | str | None
 @overload
 def register(target: T, /) -> T: ...
 @overload
-def register(*, role: Role | None = None) -> Callable[[T], T]: ...
-def register(target: T | None = None, /, *, role: Role | None = None) -> Any:
+def register(*, role: Role | None = None, needs: Sequence[str] | None = None) -> Callable[[T], T]: ...
+def register(target: T | None = None, /, *, role: Role | None = None, needs: Sequence[str] | None = None) -> Any:
     """Register a class or function under its own name. This is a decorator, with or without arguments.
 
     Args:
         target: the class or function.
-        role: the purpose of a function, or of a class that is called like one. Without a role, the target is a class
-            that checkpoints describe: a network, flow, space, condition, time distribution or autoencoder.
+        role: the purpose of the target. Without a role, it is a class that checkpoints describe, and that is found by
+            its base class: a space, condition, time distribution, degradation or autoencoder.
+        needs: names of the arguments that the target asks programs for, of those that :data:`OFFERS` has for the role.
+            Other arguments are not handed over. A class without ``needs`` has those of its nearest registered base.
 
     Raises:
-        ValueError: if another class or function of this role has the same name.
+        ValueError: if another class or function of this role has the same name, or ``needs`` has a name that the role
+            does not offer, or that the target has no parameter for.
     """
     if target is None:
-        return partial(register, role=role)
+        return partial(register, role=role, needs=needs)
     name = target.__name__
-    known = _REGISTERED[role].get(name, target)
-    if _source(known) != _source(target):
-        raise ValueError(f"{name} is registered already, by {known.__module__}: choose another name")
-    _REGISTERED[role][name] = target
+    shelves: set[Role | None] = {role, None} if role in _DESCRIBED else {role}
+    for shelf in shelves:
+        known = _REGISTERED[shelf].get(name, target)
+        if _source(known) != _source(target):
+            raise ValueError(f"{name} is registered already, by {known.__module__}: choose another name")
+    if needs is not None:
+        _check_needs(target, role, needs)
+        _NEEDS[target] = tuple(needs)
+    for shelf in shelves:
+        _REGISTERED[shelf][name] = target
     return target
+
+
+def needs_of(target: object) -> tuple[str, ...]:
+    """Return the names of the offered arguments that a registered class or function asks for."""
+    bases = target.__mro__ if isinstance(target, type) else (target,)
+    return next((_NEEDS[each] for each in bases if each in _NEEDS), ())
+
+
+def _check_needs(target: Callable[..., object], role: Role | None, needs: Sequence[str]) -> None:
+    offered: Mapping[str, str] = {} if role is None else OFFERS.get(role, {})
+    parameters = parameters_of(target)
+    for name in needs:
+        if name not in offered:
+            whom, known = role or "class without a role", ", ".join(offered) or "none"
+            raise ValueError(f"{target.__name__} needs {name!r}, but a {whom} is offered {known}")
+        if name not in parameters:
+            raise ValueError(f"{target.__name__} needs {name!r}, but has no parameter of this name: add it")
 
 
 def before_lookup(complete: Callable[[], object]) -> None:
@@ -62,19 +125,23 @@ def before_lookup(complete: Callable[[], object]) -> None:
     _COMPLETING.append(complete)
 
 
-def names(role: Role | type, but: type | None = None) -> list[str]:
-    """Return the registered names of a role, or of the subclasses of a class, without those of the class ``but``."""
+def names(role: Role | type) -> list[str]:
+    """Return the registered names of a role, or of the subclasses of a class."""
     _complete()
     if isinstance(role, str):
         return sorted(_REGISTERED[role])
     kinds = _REGISTERED[None].items()
-    return sorted(name for name, kind in kinds if issubclass(kind, role) and not issubclass(kind, but or ()))
+    return sorted(name for name, kind in kinds if issubclass(kind, role))
 
 
-def find(flag: str, role: Role | type, name: str, but: type | None = None) -> Any:
+def find(flag: str, role: Role | type, name: str) -> Any:
     """Return what :func:`names` has under ``name``; the error names ``flag`` and lists the names."""
-    known = names(role, but)
+    known = names(role)
     choices = " or ".join(known) or "another"
+    if name not in known and isinstance(role, str) and name in _REGISTERED[None]:
+        raise UsageError(
+            f"{quoted(flag)} {name} is registered without this role: decorate it with @register(role={role!r})"
+        )
     if name not in known:
         remedy = f"choose {choices}, or pass `import` with its module"
         raise UsageError(f"{quoted(flag)} {name} is not registered: {remedy}")

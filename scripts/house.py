@@ -102,7 +102,7 @@ def lines_in(*folders: str) -> int:
 def main() -> None:
     """Print the table."""
     sys.path.insert(0, str(ROOT))
-    from rectified_flow.cli.config import OneStepConfig, TrainConfig
+    from rectified_flow.cli.training_flags import OneStepConfig, TrainConfig
     from rectified_flow.flags import flag_types
 
     configs = [flag_types(each).values() for each in (TrainConfig, OneStepConfig)]

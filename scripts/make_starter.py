@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from rectified_flow.cli.config import STARTERS
+from rectified_flow.cli.training_flags import STARTERS
 from rectified_flow.parts import name_of
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.folder import read_config

@@ -21,8 +21,8 @@ import tyro
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rectified_flow.data import OXFORD_FLOWERS
-from rectified_flow.data.build import default_cache_dir
 from rectified_flow.data.open import open_dataset
+from rectified_flow.data.store_writer import default_cache_dir
 from rectified_flow.errors import UsageError
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -17,9 +17,9 @@ from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2.functional import pil_to_tensor, resize, to_pil_image
 
 from rectified_flow import Evaluator, Pixels, RectifiedFlow
-from rectified_flow.cli.config import TrainConfig
 from rectified_flow.cli.settings import command_line, read_settings
 from rectified_flow.cli.train import train
+from rectified_flow.cli.training_flags import TrainConfig
 from rectified_flow.runs.folder import read_config
 from studies.harness import Case, Figures, Flags, Row, Study, run
 from studies.peer import PEER, PeerFlow, measure_peer, train_peer

@@ -16,14 +16,15 @@ from PIL import Image
 
 from rectified_flow.cli import facts, programs
 from rectified_flow.cli import train as training_program
-from rectified_flow.cli.config import EvaluateConfig, ExportConfig, SampleConfig, TrainConfig
 from rectified_flow.cli.data import build_space
 from rectified_flow.cli.evaluate import evaluate
 from rectified_flow.cli.export import export
+from rectified_flow.cli.model_flags import EvaluateConfig, ExportConfig, SampleConfig
 from rectified_flow.cli.record import with_record
 from rectified_flow.cli.sample import sample
 from rectified_flow.cli.settings import Settings, parse, read_settings
 from rectified_flow.cli.train import train
+from rectified_flow.cli.training_flags import TrainConfig
 from rectified_flow.data.sources import ImageSource
 from rectified_flow.data.sources.folder import FileFolder
 from rectified_flow.export import onnx

@@ -19,13 +19,13 @@ ROOMS = [room.rpartition(".")[2] for room in rooms.ROOMS]
 """Folders that register their classes, and that the programs do without."""
 DOORS = {"", "__main__", "rooms"}
 """Modules through which the package is entered: they may name any module. The package itself is the first."""
-LEAVES = {path.stem for path in PACKAGE.glob("[!_]*.py")} - {"load", "hub"} - DOORS
+LEAVES = {path.stem for path in PACKAGE.glob("[!_]*.py")} - {"load"} - DOORS
 FLOORS = [
     {"cli", *DOORS},
     {"training"},
     {*ROOMS},
     {"evaluation", "export"},
-    {"load", "hub", "pipeline"},
+    {"load", "hub"},
     {"runs", "distributed", "data"},
     {"flows"},
     {"spaces", "networks"},

@@ -26,16 +26,10 @@ from nbclient import NotebookClient
 from nbformat import NotebookNode
 from PIL import Image
 
-from rectified_flow.cli.config import (
-    EvaluateConfig,
-    ExportConfig,
-    OneStepConfig,
-    SampleConfig,
-    TrainConfig,
-    WatchConfig,
-)
+from rectified_flow.cli.model_flags import EvaluateConfig, ExportConfig, SampleConfig, WatchConfig
 from rectified_flow.cli.programs import COMMAND, PROGRAMS
 from rectified_flow.cli.settings import read_settings
+from rectified_flow.cli.training_flags import OneStepConfig, TrainConfig
 from rectified_flow.data import open as catalog
 from rectified_flow.data.sources.synthetic_flowers import SyntheticFlowers
 from rectified_flow.errors import UsageError

@@ -7,7 +7,8 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from rectified_flow.cli.config import EvaluateConfig, OneStepConfig, SampleConfig, TrainConfig
+from rectified_flow.cli.model_flags import EvaluateConfig, SampleConfig
+from rectified_flow.cli.training_flags import OneStepConfig, TrainConfig
 from rectified_flow.errors import UsageError
 
 

@@ -19,7 +19,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from rectified_flow.cli.config import EvaluateConfig, ExportConfig, OneStepConfig, SampleConfig, TrainConfig
+from rectified_flow.cli.model_flags import EvaluateConfig, ExportConfig, SampleConfig
+from rectified_flow.cli.training_flags import OneStepConfig, TrainConfig
 from rectified_flow.flags import flag_types
 from tests.programs import program
 from tests.ranks import run_on_ranks

@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import re
 import sys
 from collections import defaultdict
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ import pytest
 
 from rectified_flow import registry
 from rectified_flow.errors import UsageError
-from rectified_flow.registry import build, describe, find, names, parameters_of, register
+from rectified_flow.parts import choose
+from rectified_flow.registry import OFFERS, build, describe, find, names, parameters_of, register
 from rectified_flow.rooms import import_rooms
 
 
@@ -22,6 +24,7 @@ def _own_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Remove the classes that a test registers after the test."""
     import_rooms()  # once in a process, and not into the registry of a test
     monkeypatch.setattr(registry, "_REGISTERED", defaultdict(dict))
+    monkeypatch.setattr(registry, "_NEEDS", {})
     for kind in (Wheel, Vehicle, Car):
         register(kind)
 
@@ -136,6 +139,70 @@ def test_a_module_that_is_imported_twice_may_register_twice(tmp_path: Path, monk
         del sys.modules["twice"]
     assert found[0] is not found[1]
     assert isinstance(build({"kind": "Boat"}), found[1])
+
+
+def test_a_part_gets_what_it_needs_and_nothing_else() -> None:
+    @register(role="network", needs=("channels",))
+    class Asking(Wheel):
+        def __init__(self, channels: int, image_size: int = 7) -> None:
+            self.given: object = (channels, image_size)
+
+    @register(role="network")
+    class Inheriting(Asking): ...
+
+    @register(role="network", needs=())
+    class Silent(Asking):
+        def __init__(self) -> None:
+            self.given = "none"
+
+    offered = {"channels": 3, "image_size": 8, "shape": (3, 8, 8)}
+    given = {kind.__name__: choose("network", "network", (kind.__name__,)).build(**offered).given
+             for kind in (Asking, Inheriting, Silent)}  # fmt: skip
+    assert given == {"Asking": (3, 7), "Inheriting": (3, 7), "Silent": "none"}
+    assert choose("network", "network", ("Asking", "channels=4")).build(**offered).given == (4, 7)
+    assert names("network") == ["Asking", "Inheriting", "Silent"]
+    assert names(Wheel) == ["Asking", "Inheriting", "Silent", "Wheel"], "checkpoints describe networks, too"
+
+
+@pytest.mark.parametrize(
+    ("role", "needs", "message"),
+    [
+        ("network", "shapes", r"Kind needs 'shapes', but a network is offered shape, channels, "),
+        ("network", "shape", r"Kind needs 'shape', but has no parameter of this name: add it"),
+        ("metric", "shape", r"Kind needs 'shape', but a metric is offered none"),
+        (None, "shape", r"Kind needs 'shape', but a class without a role is offered none"),
+    ],
+)
+def test_needs_that_nobody_can_meet_are_refused(role: Any, needs: str, message: str) -> None:
+    class Kind:
+        def __init__(self, shapes: int = 0) -> None: ...
+
+    with pytest.raises(ValueError, match=message):
+        register(role=role, needs=(needs,))(Kind)
+    assert "Kind" not in names(Kind)
+
+
+def test_a_part_that_declares_nothing_is_told_what_to_declare() -> None:
+    @register(role="dataset")
+    def rows(cache_dir: Path, image_size: int, more: int = 0) -> int:
+        return image_size + more
+
+    for words in (("rows",), ("rows", "more=2")):
+        with pytest.raises(UsageError, match=re.escape('@register(role="dataset", needs=["cache_dir", "image_size"])')):
+            choose("dataset", "dataset", words).build(image_size=8, cache_dir=None)
+
+    @register
+    class Unmarked: ...
+
+    with pytest.raises(UsageError, match=re.escape("decorate it with @register(role='network')")):
+        find("network", "network", "Unmarked")
+
+
+def test_the_documentation_lists_what_is_offered() -> None:
+    text = (Path(registry.__file__).parents[1] / "docs/architecture.md").read_text()
+    for role, offers in OFFERS.items():
+        [row] = re.findall(rf"^\| {role} \| (.*) \|$", text.partition("| role | offered")[2], re.M)
+        assert re.findall(r"`(\w+)`", row) == list(offers)
 
 
 def test_an_argument_without_an_attribute_is_named() -> None:

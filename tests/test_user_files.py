@@ -22,7 +22,7 @@ SMALL = "--width 32 --layers 1 --train_num_steps 1 --batch_size 4"
 TEXT = f"--text {{text}} --vocabulary 40 --length 8 --measured_lines 20 --measure_every 1 {SMALL}"
 CLOUDS = f"--points 10 {SMALL}"
 OURS = (
-    *("config.json", "status.json", "metrics.jsonl", "metrics.old.jsonl", "bad_steps.jsonl", "loss.png"),
+    *("config.json", "status.json", "metrics.jsonl", "metrics.old.jsonl", "bad_steps.jsonl", "loss.png", "data.png"),
     *("evaluations.jsonl", "evaluations.png", "evaluation.json", "evaluation.png", "neighbours.png", "best"),
     *("index.html", "style.css", "model.json", "model.onnx", "model.onnx", "model.safetensors", "README.md"),
     *("0.png", "00000.png", "000000.png", "grid.png", "manifest.json"),

@@ -13,6 +13,7 @@ from rectified_flow import Flow, Labels, UsageError, randomness, register
 from rectified_flow.condition import Values
 from rectified_flow.flows import TimeGrid
 from rectified_flow.flows.couplings import optimal_pairs
+from rectified_flow.flows.flow import FLOW_NEEDS
 from rectified_flow.flows.solvers import NO_GUIDANCE, Guidance, Velocity, Watch, guided, take_steps
 from rectified_flow.flows.times import TimeDistribution, Uniform, time_grid
 from transport import REGULARISATION, barycentric, cloud_costs, drawn_targets, plans
@@ -21,7 +22,7 @@ FixedStep = Literal["euler", "midpoint", "heun"]
 PointCoupling = Literal["independent", "barycentric", "drawn"]
 
 
-@register
+@register(role="flow", needs=(*FLOW_NEEDS, "time_distribution"))
 class RiemannianFlow(Flow):
     """Flow matching along geodesics (Chen & Lipman 2023, arXiv:2302.03660), for clouds of points.
 

@@ -12,7 +12,7 @@ from rectified_flow.networks.unet import TimeEmbedding, zero_init
 HEAD = 32
 
 
-@register
+@register(role="network", needs=("conditions",))
 class SetTransformer(nn.Module):
     """Attention among the points of a cloud; permuted points give the output permuted alike.
 

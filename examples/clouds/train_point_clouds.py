@@ -24,7 +24,7 @@ from digits import DIGITS, Digits
 from point_clouds import Points
 from rectified_flow import Trainer, TrainingConfig, UsageError
 from rectified_flow.cli.build import join
-from rectified_flow.cli.config import ProgramConfig
+from rectified_flow.cli.program_flags import ProgramConfig
 from rectified_flow.flags import Flags, Fraction, NonNegative, Positive, Probability, recorded
 from riemannian import PointCoupling, RiemannianFlow
 from set_transformer import HEAD, SetTransformer

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from random_fields import Law, draw_field
-from rectified_flow.cli.config import ProgramConfig
+from rectified_flow.cli.program_flags import ProgramConfig
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import Flags, Seed
 from rectified_flow.measurements.scores import correlations, spectrum

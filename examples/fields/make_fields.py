@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from random_fields import Law, draw_field
-from rectified_flow.cli.config import ProgramConfig
+from rectified_flow.cli.program_flags import ProgramConfig
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import AtLeastTwo, Flags, Positive, Seed
 from rectified_flow.system.artifact import write_output

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from rectified_flow.data.build import default_cache_dir
+from rectified_flow.data.store_writer import default_cache_dir
 from rectified_flow.errors import UsageError
 from rectified_flow.system.artifact import Artifact
 from rectified_flow.system.files import read_document, reading, usable_path

@@ -26,7 +26,7 @@ from line_store import open_lines
 from masked_model import HEAD, SPECIAL, MaskedModel
 from rectified_flow import Measurement, Trainer, TrainingConfig, randomness
 from rectified_flow.cli.build import join
-from rectified_flow.cli.config import ProgramConfig
+from rectified_flow.cli.program_flags import ProgramConfig
 from rectified_flow.distributed import on_main
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import Flags, Positive, default_is, flag, recorded

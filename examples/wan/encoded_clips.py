@@ -10,8 +10,8 @@ from einops import rearrange
 from torch import Tensor
 
 from clips import Clip, clips_fingerprint
-from rectified_flow.data.build import StoreWriter, claimed, default_cache_dir, fill, key_of
 from rectified_flow.data.store import StoreDataset
+from rectified_flow.data.store_writer import StoreWriter, claimed, default_cache_dir, fill, key_of
 from rectified_flow.distributed import on_main
 from rectified_flow.errors import UsageError
 from rectified_flow.system.files import prepare_folder, printable
@@ -58,14 +58,14 @@ def encode_clips(wan: Wan, clips: Sequence[Clip], state: PartialState) -> ClipDa
     folder = prepare_folder("cache_dir", config.cache_dir or default_cache_dir())
     writer = StoreWriter(folder / f"clips-{on_main(state, name_of_store)}", len(clips) + 1, "clips")
 
-    def describe() -> dict[str, Any]:
+    def info() -> dict[str, Any]:
         # A run resumes with clips that were copied: the identity of the data has no times of files.
         identity = key_of(clips_fingerprint(clips, times=False), how, shape)
         return {"source": str(config.dataset_path), "image_size": config.height, "pictures": identity}
 
     with claimed(writer) as is_missing:
         if is_missing:
-            fill(writer, _encoder(wan, clips), describe, batch_size=1)
+            fill(writer, _encoder(wan, clips), info, batch_size=1)
     return ClipDataset(writer.path)
 
 

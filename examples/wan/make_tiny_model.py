@@ -20,7 +20,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from rectified_flow.cli.config import ProgramConfig
+from rectified_flow.cli.program_flags import ProgramConfig
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import Flags, Positive, Seed
 from rectified_flow.system.files import prepare_folder, writing

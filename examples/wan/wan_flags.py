@@ -7,10 +7,10 @@ from typing import Annotated, Literal
 
 from annotated_types import Interval
 
-from rectified_flow.cli.config import ProgramConfig, check_outside
+from rectified_flow.cli.program_flags import ProgramConfig, check_outside
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import Flags, Natural, NonNegative, Positive, PositiveNumber, Probability, default_is
-from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.runs.training_config import TrainingConfig
 
 Expert = Literal["high", "low"]
 

@@ -8,17 +8,9 @@ from typing import Any
 
 from accelerate import PartialState
 from accelerate.utils import set_seed
-from torch import nn
 
-from rectified_flow.cli.config import (
-    FlowConfig,
-    Method,
-    ModelConfig,
-    NetworkConfig,
-    SamplingConfig,
-    SolverConfig,
-    TrainConfig,
-)
+from rectified_flow.cli.model_flags import ModelConfig, SamplingConfig, SolverConfig
+from rectified_flow.cli.training_flags import FlowConfig, Method, NetworkConfig, TrainConfig
 from rectified_flow.condition import ConditionSpecs, Picture, chosen
 from rectified_flow.distributed import check_equal, join_processes, on_main
 from rectified_flow.errors import UsageError
@@ -30,10 +22,9 @@ from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.solvers import Guidance
 from rectified_flow.flows.times import TimeDistribution
 from rectified_flow.load import Trained, read_trained
-from rectified_flow.networks.network import to_device
-from rectified_flow.networks.unet import Unet
+from rectified_flow.networks.network import Network, checkpoint_gradients, to_device
 from rectified_flow.parts import Choice, arguments_from, choose, split_part
-from rectified_flow.registry import parameters_of
+from rectified_flow.registry import needs_of
 from rectified_flow.runs import checkpoint
 from rectified_flow.spaces.space import Space, variant_conditions
 
@@ -165,36 +156,34 @@ def build_flow(values: TrainConfig, conditions: ConditionSpecs, space: Space) ->
     kinds = {**(conditions if network.use_cfg else columns), **variant_conditions(space)}
     if source.is_given and not source.as_start:
         kinds[SOURCE] = Picture(shape)
-    module: Any = choose_network(network).build(
+    module = choose_network(network).build(
         shape=shape,
         channels=shape[0] if shape else None,
         image_size=min(shape[1:], default=None),
         conditions=kinds,
-        gradient_checkpointing=network.gradient_checkpointing,
     )
-    if hasattr(module, "gradient_checkpointing"):
-        module.gradient_checkpointing = network.gradient_checkpointing
+    if network.gradient_checkpointing:
+        checkpoint_gradients(module)
     arguments: dict[str, Any] = {}
     if source.is_given:
         arguments = {"from_source": source.as_start, "source_noise": source.source_noise}
-        if not arguments.keys() <= parameters_of(flow.target).keys():
+        if not arguments.keys() <= set(needs_of(flow.target)):
             name = "degrade" if source.source_path is None else "source_path"
             raise UsageError(f"--{name} has no effect: {flow.target.__name__} generates pictures from noise only")
-    return flow.build(network=module, space=space, condition_dropout=CONDITION_DROPOUT, **arguments)
+    return flow.build(module, space=space, condition_dropout=CONDITION_DROPOUT, **arguments)
 
 
 def choose_network(config: NetworkConfig) -> Choice:
     """Return the network of the flags."""
-    choice = choose("network", nn.Module, config.network, but=Flow)  # flows are modules, too
+    choice = choose("network", "network", config.network)
     given = arguments_from(config, ("dim", "dim_mults", "dropout"), choice.target)
-    own = {"dropout": config.dropout} if issubclass(choice.target, Unet) else {}  # by default, the class has none
+    own = {"dropout": config.dropout} if "dropout" in needs_of(choice.target) else {}  # by default, a Unet has none
     return replace(choice, arguments=own | given | dict(choice.arguments))
 
 
 def divisor_of(network: Choice) -> int:
     """Return the number that must divide the sides of the data, for a network."""
-    divisor = getattr(network.target, "divisor_of", None)
-    return 1 if divisor is None else divisor(network.arguments)
+    return network.target.divisor_of(network.arguments) if issubclass(network.target, Network) else 1
 
 
 def choose_flow(flags: FlowConfig, method: Method, *, is_taught: bool = False) -> Choice:
@@ -207,17 +196,17 @@ def choose_flow(flags: FlowConfig, method: Method, *, is_taught: bool = False) -
     """
     parts = METHODS[method]
     name, options = split_part(flags.flow)
-    choice = choose("flow", Flow, (name or parts.flow.__name__, *options))
-    target, known = choice.target, parameters_of(choice.target)
+    choice = choose("flow", "flow", (name or parts.flow.__name__, *options))
+    target = choice.target
     arguments = dict(parts.arguments) if issubclass(target, parts.flow) else {}
     names = ("prediction", "coupling") if is_taught else ("prediction", "coupling", "guidance_scale")
     arguments |= arguments_from(flags, names, target)
-    if "time_distribution" not in known:
+    if "time_distribution" not in needs_of(target):
         refuse({"time_distribution": flags.time_distribution}, f"has no effect: {target.__name__} draws no times")
     elif flags.time_distribution or parts.times != "logit_normal":
         name, options = split_part(flags.time_distribution)
-        name = name or parts.times
-        times = choose("time_distribution", TimeDistribution, (TIMES.get(name, name), *options))
-        defaults = {key: value for key, value in parts.time_arguments.items() if key in parameters_of(times.target)}
+        name = TIMES.get(name, name) or TIMES[parts.times]
+        times = choose("time_distribution", TimeDistribution, (name, *options))
+        defaults = dict(parts.time_arguments) if name == TIMES[parts.times] else {}
         arguments["time_distribution"] = replace(times, arguments=defaults | dict(times.arguments)).build()
     return replace(choice, arguments=arguments | dict(choice.arguments))

@@ -4,9 +4,10 @@ from collections.abc import Collection
 from math import gcd
 
 from rectified_flow.cli.build import choose_flow, choose_network, divisor_of
-from rectified_flow.cli.config import DataConfig, NetworkConfig, TrainConfig, check_outside
 from rectified_flow.cli.data import check_source
+from rectified_flow.cli.program_flags import check_outside
 from rectified_flow.cli.settings import check_rules
+from rectified_flow.cli.training_flags import DataConfig, NetworkConfig, TrainConfig
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import refuse, rules_of
 from rectified_flow.flows.flow_map import FlowMap, takes_interval

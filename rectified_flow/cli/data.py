@@ -4,10 +4,9 @@ from dataclasses import replace
 from math import gcd
 from typing import Any, cast
 
-import numpy as np
 from torch.utils.data import Dataset
 
-from rectified_flow.cli.config import ColumnConfig, DataConfig, SourceConfig
+from rectified_flow.cli.training_flags import ColumnConfig, DataConfig, SourceConfig
 from rectified_flow.condition import Labels
 from rectified_flow.data.description import Columns, ItemData, PictureData, RunData, Sources
 from rectified_flow.data.metadata import identity_of
@@ -23,10 +22,6 @@ from rectified_flow.parts import choose_named, name_of, split_part, typed_option
 from rectified_flow.registry import find, names
 from rectified_flow.spaces.degradations import Degradation
 from rectified_flow.spaces.space import DataFacts, Space
-from rectified_flow.system.terminal import size_text
-
-FEW, NAMED = 10, 5
-"""Number of pictures below which a class is reported, and largest number of names in a list."""
 
 
 def data_of(pictures: DataConfig, source: SourceConfig, columns: ColumnConfig) -> RunData:
@@ -107,29 +102,6 @@ def check_source(flags: SourceConfig) -> None:
     choose_degradation(flags.degrade)
     if flags.source_path is not None and not flags.source_path.is_dir():
         raise UsageError(f"--source_path {flags.source_path} is not a folder")
-
-
-def summary_of(dataset: ImageDataset) -> str:
-    """Return the number, the sizes and the faults of pictures in one line."""
-    info, names, texts = dataset.info, dataset.class_names, [str(len(dataset))]
-    if info.framing is not None:
-        sizes = [original[1:] for original in dataset.originals]
-        (width, height), *others = {*sizes}
-        widths, heights = zip(*sizes, strict=True)
-        spans = f"{min(widths)} to {max(widths)} px wide, {min(heights)} to {max(heights)} px high"
-        texts.append(spans if others else f"all {width}x{height} px")
-        if enlarged := sum(info.framing.enlarges(*size) for size in sizes):
-            texts.append(f"{enlarged} smaller than {size_text(*info.framing.stored_size)} px, so enlarged and blurred")
-    if info.duplicates:
-        texts.append(f"{info.duplicates} equal to an earlier picture")
-    counts = np.bincount(dataset.labels, minlength=len(names)) if names else np.array([])
-    rare = [f"{names[label]} ({counts[label]})" for label in counts.argsort(kind="stable") if counts[label] < FEW]
-    if rare:
-        shown = ", ".join(rare[:NAMED]) + ", ..." * (len(rare) > NAMED)
-        texts.append(f"{len(rare)} of {len(names)} classes with fewer than {FEW} pictures: {shown}")
-    if info.skipped:
-        texts.append(f"{len(info.skipped)} left out; the first is {info.skipped[0]}")
-    return "; ".join(texts)
 
 
 def check_conditions(flow: Flow, source: object, pictures: RealData) -> None:

@@ -10,10 +10,10 @@ from accelerate import PartialState
 from torch import Tensor
 
 from rectified_flow import randomness
-from rectified_flow.cli.config import Method, TeacherConfig
 from rectified_flow.cli.data import check_conditions
-from rectified_flow.data.build import StoreWriter, claimed, fill
+from rectified_flow.cli.training_flags import Method, TeacherConfig
 from rectified_flow.data.store import RECIPE_FILE, ImageDataset, StoreDataset
+from rectified_flow.data.store_writer import StoreWriter, claimed, fill
 from rectified_flow.distributed import on_main
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.evaluator import conditions_of
@@ -136,7 +136,7 @@ def open_distilled(
         on_main(state, lambda: _check_recipe(recipe, distilled, is_missing=is_missing))
         if is_missing:
             generator = _Generator(recipe, earlier, distilled.kind, pictures, holdout)
-            fill(store, generator.rows, generator.describe, doing="drawing", batch_size=BATCH_SIZE)
+            fill(store, generator.rows, generator.store_info, doing="drawing", batch_size=BATCH_SIZE)
     return StoreDataset(store.path, pictures.described)
 
 
@@ -211,7 +211,7 @@ class _Generator:
             rows[name] = given[name].half() if column.kind.is_text else given[name]
         return rows
 
-    def describe(self) -> dict[str, Any]:
+    def store_info(self) -> dict[str, Any]:
         """Return the labels and the description of the data."""
         info = self.pictures.info
         of_pictures = {"source": f"{self.kind} of {self.recipe.source}", "image_size": info.image_size}

@@ -8,8 +8,8 @@ from accelerate import PartialState
 from tqdm.auto import tqdm
 
 from rectified_flow.cli.build import guidance_of, open_trained
-from rectified_flow.cli.config import EvaluateConfig
 from rectified_flow.cli.data import check_conditions
+from rectified_flow.cli.model_flags import EvaluateConfig
 from rectified_flow.data.description import PictureData, with_sources
 from rectified_flow.data.open import Pictures
 from rectified_flow.data.store import ImageDataset
@@ -64,7 +64,7 @@ def evaluate(config: EvaluateConfig) -> None:
             rows = evaluator.beside_neighbours(comparison) if evaluator.metrics else None
         result = {**settings, "steps": steps, **evaluator.settings, "distances": numbers}
         _write_down(folder, result)
-        tqdm.write(_describe(result))
+        tqdm.write(_summary(result))
         if rows is not None:
             write_picture(folder / NEIGHBOURS_FILE, to_grid(rows.flatten(0, 1), columns=rows.shape[1]))
             nearest = "the pictures most like copies, each before the training pictures that are nearest to it"
@@ -134,7 +134,7 @@ def _data_of_shape(trained: Trained, dataset_path: Path | None) -> PictureData:
     return PictureData(Pictures(image_size=min(height, width), aspect_ratio=ratio, alpha=has_alpha, grey=is_grey))
 
 
-def _describe(result: dict[str, Any]) -> str:
+def _summary(result: dict[str, Any]) -> str:
     """Return lines on a result."""
     framing = result.get("framing")
     size = size_text(framing["width"], framing["height"]) if framing else result["image_size"]

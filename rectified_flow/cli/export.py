@@ -3,7 +3,7 @@
 import webbrowser
 from pathlib import Path
 
-from rectified_flow.cli.config import ExportConfig
+from rectified_flow.cli.model_flags import ExportConfig
 from rectified_flow.errors import UsageError
 from rectified_flow.export.format import write
 from rectified_flow.export.serving import server_of

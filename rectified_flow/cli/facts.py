@@ -16,7 +16,11 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 
 from rectified_flow.cli import plan
-from rectified_flow.cli.config import (
+from rectified_flow.cli.data import build_space, can_augment
+from rectified_flow.cli.distill import DistillationData, Recipe, recipe_of
+from rectified_flow.cli.record import recorded_flags
+from rectified_flow.cli.settings import command_line
+from rectified_flow.cli.training_flags import (
     STARTER,
     DataConfig,
     InitConfig,
@@ -25,10 +29,6 @@ from rectified_flow.cli.config import (
     TrainProgramConfig,
     seconds_of,
 )
-from rectified_flow.cli.data import build_space, can_augment
-from rectified_flow.cli.distill import DistillationData, Recipe, recipe_of
-from rectified_flow.cli.record import recorded_flags
-from rectified_flow.cli.settings import command_line
 from rectified_flow.data.framing import Crop
 from rectified_flow.data.sources import ImageSource, Row
 from rectified_flow.data.sources.folder import FileFolder
@@ -40,12 +40,12 @@ from rectified_flow.errors import UsageError
 from rectified_flow.flags import values_of
 from rectified_flow.flows.flow import Flow
 from rectified_flow.load import autocast
-from rectified_flow.networks.network import to_device
+from rectified_flow.networks.network import Network, to_device
 from rectified_flow.networks.unet import Unet
 from rectified_flow.parts import Choice, name_of
 from rectified_flow.registry import names
 from rectified_flow.runs import checkpoint
-from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.runs.training_config import TrainingConfig
 from rectified_flow.spaces.space import Space
 from rectified_flow.system.machine import free_memory, memory
 from rectified_flow.system.terminal import duration, line, lines
@@ -301,7 +301,7 @@ def print_speed(run: TrainingConfig, speed: Speed, items: int) -> None:
 
 def is_free(network: Choice, flags: NetworkConfig, given: Collection[str]) -> bool:
     """Return whether a plan chooses the size of a network: a flag may have named it, but without arguments."""
-    sized = bool(getattr(network.target, "widths", {}))
+    sized = issubclass(network.target, Network) and bool(network.target.widths)
     return sized and {"dim", "dim_mults"}.isdisjoint(given) and not ("network" in given and flags.network[1:])
 
 

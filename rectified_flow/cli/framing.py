@@ -7,7 +7,7 @@ from functools import partial
 from accelerate import PartialState
 
 from rectified_flow.cli import facts, plan
-from rectified_flow.cli.config import NO_WEIGHTS, STARTER, DataConfig, InitConfig, SourceConfig
+from rectified_flow.cli.training_flags import NO_WEIGHTS, STARTER, DataConfig, InitConfig, SourceConfig
 from rectified_flow.data.description import PictureData
 from rectified_flow.data.mirroring import unmirrored_words
 from rectified_flow.data.open import reader_of

@@ -11,8 +11,8 @@ from functools import cache
 from math import ceil, inf, log2
 from typing import Any, Literal, NamedTuple
 
-from rectified_flow.cli.config import Method, seconds_of
 from rectified_flow.cli.settings import command_line
+from rectified_flow.cli.training_flags import Method, seconds_of
 from rectified_flow.errors import UsageError
 from rectified_flow.networks.network import Network
 from rectified_flow.networks.unet import Unet

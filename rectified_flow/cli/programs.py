@@ -181,7 +181,7 @@ def train_oxford() -> None:
     it with torchrun or accelerate launch to train on several devices. The same command resumes from the newest
     checkpoint.
     """
-    run(f"{CLI}.train:train", f"{CLI}.config:TrainConfig", train_oxford.__doc__, in_layers=True)
+    run(f"{CLI}.train:train", f"{CLI}.training_flags:TrainConfig", train_oxford.__doc__, in_layers=True)
 
 
 def train_mean_flow() -> None:
@@ -192,7 +192,7 @@ def train_mean_flow() -> None:
     teacher or your own pictures, the program chooses some of the flags that are not given, and prints them. Start it
     with torchrun or accelerate launch to train on several devices. The same command resumes from the newest checkpoint.
     """
-    run(f"{CLI}.train:train", f"{CLI}.config:OneStepConfig", train_mean_flow.__doc__, in_layers=True)
+    run(f"{CLI}.train:train", f"{CLI}.training_flags:OneStepConfig", train_mean_flow.__doc__, in_layers=True)
 
 
 def sample() -> None:
@@ -201,7 +201,7 @@ def sample() -> None:
     The model is built from the description in its checkpoint. Start it with torchrun or accelerate launch to sample on
     several devices.
     """
-    run(f"{CLI}.sample:sample", f"{CLI}.config:SampleConfig", sample.__doc__)
+    run(f"{CLI}.sample:sample", f"{CLI}.model_flags:SampleConfig", sample.__doc__)
 
 
 def evaluate() -> None:
@@ -210,7 +210,7 @@ def evaluate() -> None:
     Distances are printed and written to the run's evaluation.json. Start it with torchrun or accelerate launch to share
     the work between several devices.
     """
-    run(f"{CLI}.evaluate:evaluate", f"{CLI}.config:EvaluateConfig", evaluate.__doc__)
+    run(f"{CLI}.evaluate:evaluate", f"{CLI}.model_flags:EvaluateConfig", evaluate.__doc__)
 
 
 def export() -> None:
@@ -219,7 +219,7 @@ def export() -> None:
     The program is one network call. A model.json beside it describes its inputs and outputs. The program is compared
     with the flow before it is written. It needs the packages of the extra export: pip install '.[export]'.
     """
-    run(f"{CLI}.export:export", f"{CLI}.config:ExportConfig", export.__doc__)
+    run(f"{CLI}.export:export", f"{CLI}.model_flags:ExportConfig", export.__doc__)
 
 
 def watch() -> None:
@@ -227,7 +227,7 @@ def watch() -> None:
 
     The runs are trained with --log_with tensorboard. The page has curves, samples and settings.
     """
-    run(f"{__name__}:serve_tensorboard", f"{CLI}.config:WatchConfig", watch.__doc__)
+    run(f"{__name__}:serve_tensorboard", f"{CLI}.model_flags:WatchConfig", watch.__doc__)
 
 
 def serve_tensorboard(config: Any) -> None:

@@ -9,16 +9,16 @@ from typing import Any, TypeVar
 
 from accelerate import PartialState
 
-from rectified_flow.cli.config import ColumnConfig, DataConfig, Method, NetworkConfig, SourceConfig, TrainConfig
 from rectified_flow.cli.distill import REMEDY, DistillationData, recipe_of
 from rectified_flow.cli.settings import Settings, command_line, flags_in, typed_flags
+from rectified_flow.cli.training_flags import ColumnConfig, DataConfig, Method, NetworkConfig, SourceConfig, TrainConfig
 from rectified_flow.distributed import on_main
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import rules_of
 from rectified_flow.registry import as_plain
 from rectified_flow.runs import checkpoint
-from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.folder import prepare_folders, read_config
+from rectified_flow.runs.training_config import TrainingConfig
 from rectified_flow.system.terminal import line
 
 C = TypeVar("C", bound=TrainConfig)

@@ -14,8 +14,8 @@ from torchvision.transforms.functional import pil_to_tensor
 from tqdm.auto import tqdm
 
 from rectified_flow.cli.build import open_trained
-from rectified_flow.cli.config import PicturesConfig, SampleConfig
 from rectified_flow.cli.evaluate import real_data
+from rectified_flow.cli.model_flags import PicturesConfig, SampleConfig
 from rectified_flow.cli.sample_request import GRID_PICTURES, SampleRequest, read_request
 from rectified_flow.condition import read_written
 from rectified_flow.distributed import check_shared, on_main
@@ -100,7 +100,7 @@ def sample(config: SampleConfig) -> None:
     with ExitStack() as held:
         on_main(state, lambda: _claim(outputs, flags, held))
         check_shared(state, folder)
-        state.print(describe(settings, flags, trained, request))
+        state.print(summary(settings, flags, trained, request))
         with autocast(config.model.mixed_precision, state.device):
             calls = _write_samples(trained.flow, outputs, state)
             state.wait_for_everyone()
@@ -164,7 +164,7 @@ def _claim(outputs: Outputs, flags: PicturesConfig, held: ExitStack) -> None:
         claim(flags.save_pretrained, [GRID_FILE])
 
 
-def describe(settings: Provenance, flags: PicturesConfig, trained: Trained, request: SampleRequest) -> str:
+def summary(settings: Provenance, flags: PicturesConfig, trained: Trained, request: SampleRequest) -> str:
     """Return lines on the model, the settings and the pictures."""
     default = asdict(Provenance(settings.model, settings.seed, steps=0))
     texts: dict[str, object] = {

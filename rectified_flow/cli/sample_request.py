@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
 
-from rectified_flow.cli.config import PicturesConfig
+from rectified_flow.cli.model_flags import PicturesConfig
 from rectified_flow.condition import Labels, WrittenCondition, example_texts, read_written, written
 from rectified_flow.data.degraded import degraded
 from rectified_flow.data.sources.folder import find_files

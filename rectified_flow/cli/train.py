@@ -1,5 +1,6 @@
 """The training program: open the data, plan the run, build the flow, train."""
 
+from collections.abc import Sequence
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,15 @@ from accelerate.utils import set_seed
 from rectified_flow.cli import facts, plan
 from rectified_flow.cli.build import build_flow, choose_network, divisor_of, join
 from rectified_flow.cli.checks import check_flags, check_items, check_sides, check_space
-from rectified_flow.cli.config import UNET, EvaluationConfig, OneStepConfig, TrainConfig, seconds_of
-from rectified_flow.cli.data import build_space, find_data, flags_of_files, summary_of
+from rectified_flow.cli.data import build_space, find_data, flags_of_files
 from rectified_flow.cli.distill import DistillationData, open_distilled
 from rectified_flow.cli.framing import FramedFlags, framing_of
 from rectified_flow.cli.record import DATA_FLAGS, check_one_step, distillation_of, with_record
 from rectified_flow.cli.settings import Settings
+from rectified_flow.cli.training_flags import UNET, EvaluationConfig, OneStepConfig, TrainConfig, seconds_of
 from rectified_flow.condition import ConditionSpecs
 from rectified_flow.data.description import PictureData, RunData, with_sources
+from rectified_flow.data.report import sentences
 from rectified_flow.data.sources import ImageSource
 from rectified_flow.data.store import ImageDataset, StoreDataset
 from rectified_flow.distributed import check_equal, on_main
@@ -32,12 +34,14 @@ from rectified_flow.flows.flow import Flow
 from rectified_flow.parts import name_of
 from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
-from rectified_flow.runs.config import TrainingConfig
-from rectified_flow.runs.folder import check_start, describe_run, write_config
+from rectified_flow.runs.folder import DATA_SHEET, check_start, describe_run, write_config
+from rectified_flow.runs.training_config import TrainingConfig
 from rectified_flow.spaces.space import Space, with_augmentation
-from rectified_flow.system.terminal import line, lines
+from rectified_flow.system.files import replace_file, writing
+from rectified_flow.system.terminal import line, lines, paragraph
 from rectified_flow.training.clock import CLOCK_FILE, Clock
 from rectified_flow.training.evaluations import Callback, EvaluationHook, HeldOutHook
+from rectified_flow.training.sheet import DataSheet, DataSheetHook
 from rectified_flow.training.speed import Speed, summarize
 from rectified_flow.training.trainer import Trainer, build_accelerator, choose_precision
 
@@ -189,12 +193,19 @@ def train_settled(
     start = values.init.origin(values.data.starter) if distilled is None else distilled.teacher
     flow = build_flow(values, conditions, with_augmentation(space, values.data.augment))
     start_from(start, values.run, flow)
-    summary: dict[str, object] = {"pictures": summary_of(opened)} if data.has_pictures else {"items": len(opened)}
-    scale = space.medium.summary
-    state.print(lines(summary | ({"values": scale} if scale else {})))
+    words = [f"{len(opened):,} of {data.name}"]
+    if data.has_pictures:
+        mirrored = values.data.horizontal_flip and distilled is None
+        words = sentences(opened, flow.conditions, mirrored=mirrored, augment=values.data.augment)
+    state.print(paragraph("pictures" if data.has_pictures else "items", words))
+    if scale := space.medium.summary:
+        state.print(line("values", scale))
+    pictures = opened if split is None else split.divide(opened)[0]
     if values.program.dry_run:
         shown = f"{data.name} at {values.data.framing.size_text} px"
         print_dry_run(values.run, flow, shown, _items_of(distilled, count))
+        if data.has_pictures and distilled is None:
+            write_sheet_of_dry_run(flow, pictures, words, values.run, mirrored=values.data.horizontal_flip)
         return True
     records: dict[str, Any] = {"data": describe(data), "flags": recorded(values)}
     if distilled is not None:
@@ -207,10 +218,33 @@ def train_settled(
     callbacks = _callbacks(values.run, values.evaluation, flow, opened, split, data.name)
     if held_out is not None:
         callbacks.insert(0, build_heldout_hook(values.run, values.evaluation, training, held_out))
+    if distilled is not None:
+        words = [f"{len(training):,} {training.info.source}"]
+    callbacks.insert(0, DataSheetHook(words, pictures if data.has_pictures and distilled is None else None))
     texts_of = opened if distilled is not None else held_out  # distillation data have no texts for previews
     return Trainer(
         flow, training, values.run, callbacks=callbacks, preview_data=texts_of, clock=clock, **records
     ).train()
+
+
+def write_sheet_of_dry_run(
+    flow: Flow, pictures: ImageDataset, words: Sequence[str], run: TrainingConfig, *, mirrored: bool
+) -> None:
+    """Write the sheet of the data beside the store of the pictures, as a dry run leaves the output folder alone."""
+    state = PartialState()
+    batch = run.split_batch(state.num_processes).total
+    path = pictures.path.with_name(f"{pictures.path.name}-{DATA_SHEET}")
+
+    def write() -> None:
+        flow.space.medium.prepare(flow.device)
+        sheet = DataSheet(flow, pictures, words, pictures, run.seed, batch, mirrored)
+        content = sheet.encoded()
+        if content is not None:
+            with writing(path):
+                replace_file(path, content, durable=False)
+            state.print(line("data sheet", path))
+
+    on_main(state, write)
 
 
 def with_recipe(settings: Settings[TrainConfig], source: ImageSource, budget: str | None) -> Settings[TrainConfig]:

@@ -24,7 +24,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate import PartialState
 from torch import Tensor
 
 from rectified_flow.condition import Condition, WrittenCondition, with_point
@@ -32,7 +31,6 @@ from rectified_flow.errors import UsageError, first_line
 from rectified_flow.flags import refuse
 from rectified_flow.registry import describe, find, names
 from rectified_flow.system.files import read_bytes
-from rectified_flow.system.terminal import shown
 
 METADATA_FILES = ("metadata.csv", "metadata.jsonl")
 FILE_NAME, TEXT = "file_name", "text"
@@ -46,8 +44,11 @@ RESERVED = {
 FIRST_VALUES, SHORT = 3, 30  # number of the most frequent values that are printed, and their largest length
 
 
-def read_metadata(metadata: Sequence[Path], files: Sequence[Path]) -> dict[str, list[Any]]:
-    """Return the columns of pictures by name, from metadata files and from text files beside the pictures."""
+def read_metadata(metadata: Sequence[Path], files: Sequence[Path], notes: list[str]) -> dict[str, list[Any]]:
+    """Return the columns of pictures by name, from metadata files and from text files beside the pictures.
+
+    A sentence on rows of pictures that do not exist is added to ``notes`` unless it is there.
+    """
     number = {_normal(file): row for row, file in enumerate(files)}
     columns = defaultdict[str, list[Any]](lambda: [None] * len(files))
     known, absent = set[int](), list[object]()
@@ -67,7 +68,7 @@ def read_metadata(metadata: Sequence[Path], files: Sequence[Path]) -> dict[str, 
         found = f"{len(absent)} of the {FILE_NAME}s in {metadata[0].name} do not exist, such as {absent[0]}"
         if not known:
             raise UsageError(f"{found}: write paths relative to it")
-        PartialState().print(shown(f"note: {found}"))
+        notes += [found] * (found not in notes)
     if TEXT not in columns:
         beside = {row: path for row, file in enumerate(files) if (path := file.with_suffix(".txt")).exists()}
         for row, path in beside.items():

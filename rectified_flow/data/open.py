@@ -9,7 +9,6 @@ from typing import Any, cast
 from torch.utils.data import Dataset
 
 from rectified_flow.data import OXFORD_FLOWERS
-from rectified_flow.data.build import open_store
 from rectified_flow.data.framing import Bits, Crop, Framing, Resize
 from rectified_flow.data.metadata import ColumnSpec, choose_columns
 from rectified_flow.data.sources import ImageSource
@@ -17,6 +16,7 @@ from rectified_flow.data.sources.folder import FileFolder, find_files
 from rectified_flow.data.sources.huggingface import HuggingFaceSource, find_dataset_file
 from rectified_flow.data.sources.synthetic_flowers import SYNTHETIC_FLOWERS, SyntheticFlowers
 from rectified_flow.data.store import ImageDataset
+from rectified_flow.data.store_writer import open_store
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import Positive, refuse
 from rectified_flow.parts import choose, split_part, typed_options

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Self, cast
 
 import numpy as np
 import torch
-from accelerate import PartialState
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -29,7 +28,6 @@ from rectified_flow.registry import build
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.spaces.space import Space
 from rectified_flow.system.files import read_document, reading
-from rectified_flow.system.terminal import shown
 
 LABELS_FILE, INFO_FILE, RECIPE_FILE, ORIGINALS_FILE = "labels.npy", "info.json", "recipe.json", "originals.json"
 
@@ -64,8 +62,10 @@ class StoreInfo:
     """Fingerprint of the pictures whose latents are stored; None for other rows."""
     framing: Framing | None = None
     """Framing of the images that are stored, or from which the rows were computed; None for other rows."""
-    duplicates: int = 0
-    """Number of images whose stored pixels equal those of an earlier one."""
+    notes: list[str] = field(default_factory=list)
+    """Sentences about the images that a person should know: what was left out, and which are faulty."""
+    table: list[str] = field(default_factory=list)
+    """Names of the columns beside the images when they were decoded."""
     space: dict[str, Any] | None = None
     """Description of the space of the stored rows, with the scale of all of them; None for pictures."""
 
@@ -94,9 +94,11 @@ class StoreDataset(Dataset[dict[str, Tensor]]):
         columns: further conditions of the store's rows by name, from columns beside the pictures.
         seed: seed of the sources of unpaired items, and of the choice among several captions, which is no part of the
             fingerprint.
+        remarks: sentences about how the rows were chosen, beside the notes of the store.
     """
 
     varies = True  # an item may have another source, or another caption, in each epoch
+    remarks: tuple[str, ...] = ()
 
     def __init__(self, path: Path, described: object = None) -> None:
         self.path = Path(path)
@@ -204,15 +206,19 @@ class StoreDataset(Dataset[dict[str, Tensor]]):
         draws = [mix(self.seed, "captions", index) for index in indices] if self.columns else []
         return {name: column.numbers(self._rows_of(indices), draws) for name, column in self.columns.items()}
 
+    def sources_of(self, indices: Sequence[int]) -> list[int]:
+        """Return the numbers of the items of :attr:`source` that the items of ``indices`` lead from."""
+        if self.source is None:
+            return []
+        if self.partners is None:
+            return image_indices(indices, len(self.source), mix(self.seed, "sources")).tolist()
+        return self.partners[self._rows_of(indices)].tolist()
+
     def _read_sources(self, indices: Sequence[int]) -> dict[str, Tensor]:
         """Return the sources of the items of ``indices``, if they have any."""
         if self.source is None:
             return {}
-        if self.partners is None:
-            chosen = image_indices(indices, len(self.source), mix(self.seed, "sources"))
-        else:
-            chosen = self.partners[self._rows_of(indices)]
-        [sources] = self.source.read_entries(chosen.tolist()).values()
+        [sources] = self.source.read_entries(self.sources_of(indices)).values()
         return {"source": sources}
 
     def read_entries(self, indices: Sequence[int]) -> dict[str, Tensor]:
@@ -254,6 +260,10 @@ class ImageDataset(StoreDataset):
         """The name of each picture in its source: its path in the folder, or the number of its row in the table."""
         return [self.originals[row].name for row in self._rows_of(range(len(self)))]
 
+    def name_of(self, item: int) -> str:
+        """Return the name of the picture of an item in its source."""
+        return self.originals[self._rows_of([item])[0]].name
+
     def read_pictures(self, indices: Sequence[int]) -> Tensor:
         """Pictures to compare and to show, uint8 ``[b, 3, h, w]``: the centre of each row, over white."""
         data = self.space.decode(self.space.encode(self.read_entries(indices)["images"]))
@@ -265,7 +275,7 @@ def pair_by_name(
 ) -> ImageDataset:
     """Return the pictures, each with the picture of the same name in ``source`` as its source.
 
-    With ``skip_unpaired``, pictures without a partner of the same shape are left out, and their number is printed. The
+    With ``skip_unpaired``, pictures without a partner of the same shape are left out, with a remark. The
     names to ``exclude`` may have a partner, as they are left out of the pictures alone.
     """
     mine, theirs = ([str(Path(name).with_suffix("")) for name in each.names] for each in (pictures, source))
@@ -281,7 +291,7 @@ def pair_by_name(
         found = f"{len(alone)} pictures in {where} have no partner of the same name and shape, such as {alone[0]}"
         if not paired or not skip_unpaired:
             raise UsageError(f"{found}: add the partner, or pass `skip_broken_images`")
-        PartialState().print(shown(f"note: {found}; they are left out"))
+        pictures = pictures.changed(remarks=(*pictures.remarks, f"{found}; they are left out"))
     return pictures.changed(source=source, partners=np.asarray(partners)).subset(paired)
 
 

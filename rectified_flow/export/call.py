@@ -11,7 +11,7 @@ from rectified_flow.flows.flow import SOURCE, Flow
 from rectified_flow.flows.flow_map import FlowMap
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.load import solver_name
-from rectified_flow.registry import describe as describe_part
+from rectified_flow.registry import describe
 from rectified_flow.spaces.degradations import Degradation
 
 UNKNOWN = "unknown"
@@ -87,7 +87,7 @@ def _example_of(kind: WrittenCondition, count: int) -> Tensor:
     return values.nan_to_num(LARGEST)
 
 
-def describe(call: NetworkCall, degradation: Degradation | None = None) -> dict[str, Any]:
+def model_json(call: NetworkCall, degradation: Degradation | None = None) -> dict[str, Any]:
     """Return the contents of ``model.json``: the inputs and output of the program, and the settings of sampling.
 
     Args:
@@ -116,7 +116,7 @@ def describe(call: NetworkCall, degradation: Degradation | None = None) -> dict[
         "source": {
             "as": "start" if flow.from_source else "condition",
             "noise": flow.source_noise,
-            "degradation": None if degradation is None else describe_part(degradation),
+            "degradation": None if degradation is None else describe(degradation),
             "paints": degradation is not None and degradation.leaves_holes,
         }
         if flow.takes_source

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from rectified_flow.errors import RunError
-from rectified_flow.export.call import DECODER_FILE, MODEL_FILE, NetworkCall, describe
+from rectified_flow.export.call import DECODER_FILE, MODEL_FILE, NetworkCall, model_json
 from rectified_flow.export.format import Export, Files, Stage
 from rectified_flow.exportable import Exportable, Inputs
 from rectified_flow.load import Trained
@@ -25,7 +25,7 @@ CHECKED_BATCHES = (1, 3)
 Program = Callable[[Inputs], list[Tensor]]
 
 
-@register(role="format")
+@register(role="format", needs=("half",))
 def onnx(trained: Trained, *, half: bool = False) -> Export:
     """Write a flow as programs in ONNX, and ``model.json`` beside them.
 
@@ -34,7 +34,7 @@ def onnx(trained: Trained, *, half: bool = False) -> Export:
         half: store matrices and convolutions in float16.
     """
     call = NetworkCall(trained.flow)
-    return programs(call, describe(call, trained.degradation), half=half)
+    return programs(call, model_json(call, trained.degradation), half=half)
 
 
 def programs(call: NetworkCall, description: Mapping[str, Any], *, half: bool) -> Export:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rectified_flow.errors import UsageError
-from rectified_flow.export.call import NetworkCall, describe
+from rectified_flow.export.call import NetworkCall, model_json
 from rectified_flow.export.format import Export, Files
 from rectified_flow.export.onnx import described, programs
 from rectified_flow.load import Trained, model_hash
@@ -28,7 +28,7 @@ LARGE = (".onnx", ".wasm")  # suffixes of the files that a visitor waits for
 READ_BY_PAGE = (".css", ".html", ".js", ".json", *LARGE)
 
 
-@register(role="format")
+@register(role="format", needs=("half", "metadata"))
 def page(trained: Trained, *, half: bool = False, metadata: bool = True) -> Export:
     """Write a flow as a web page, which any static host can serve.
 
@@ -42,7 +42,7 @@ def page(trained: Trained, *, half: bool = False, metadata: bool = True) -> Expo
     # a preview of a flow from pictures shows pictures of the data, which need not be public
     thumbnail = None if flow.takes_source else newest_samples(trained.run_folder)
     sources = page_sources(thumbnail)
-    description = describe(call, trained.degradation) | {
+    description = model_json(call, trained.degradation) | {
         "hash": model_hash(flow),
         "metadata": PACKET if metadata else None,
     }

@@ -32,6 +32,10 @@ GPU_OPTIONS: dict[str, Any] = {
 SOURCE = "source"  # the entry of a batch with the picture that a path starts from, and the name of the condition
 
 
+FLOW_NEEDS = ("space", "condition_dropout", "coupling", "from_source", "source_noise")
+"""Names of the offered arguments that each :class:`Flow` has a parameter for; see :func:`rectified_flow.register`."""
+
+
 class Flow(nn.Module):
     """A module that holds a network; ``forward(**batch)`` is the loss, and ``sample`` generates data.
 

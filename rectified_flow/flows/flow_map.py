@@ -11,7 +11,7 @@ from rectified_flow import randomness
 from rectified_flow.condition import Values
 from rectified_flow.errors import UsageError
 from rectified_flow.flows import WEIGHT_POWER, Share, TimeGrid
-from rectified_flow.flows.flow import Flow, expand
+from rectified_flow.flows.flow import FLOW_NEEDS, Flow, expand
 from rectified_flow.flows.solvers import Watch, take_steps
 from rectified_flow.flows.times import time_grid
 from rectified_flow.registry import register
@@ -113,7 +113,7 @@ class FlowMap(Flow):
             return self.space.decode(take_steps(step, x, times, watch, self.inpainting(start, mask, x, times[0])))
 
 
-@register
+@register(role="flow", needs=FLOW_NEEDS)
 class DistilledFlow(FlowMap):
     """A flow map that is learned from the paths of a teacher.
 

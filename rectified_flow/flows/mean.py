@@ -17,14 +17,14 @@ from typing_extensions import override
 
 from rectified_flow.condition import Values, all_none, chosen, none_of
 from rectified_flow.flows import ObjectiveName, Share
-from rectified_flow.flows.flow import expand
+from rectified_flow.flows.flow import FLOW_NEEDS, expand
 from rectified_flow.flows.flow_map import FlowMap
 from rectified_flow.flows.times import LogitNormal, TimeDistribution
 from rectified_flow.networks import forward_mode as tangents
 from rectified_flow.registry import register
 
 
-@register
+@register(role="flow", needs=(*FLOW_NEEDS, "time_distribution", "guidance_scale"))
 class MeanFlow(FlowMap):
     """A flow map that is learned from data by the mean flow identity.
 

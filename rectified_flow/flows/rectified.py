@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from rectified_flow.condition import Values
 from rectified_flow.flows import Distance, Prediction, Solver, TimeGrid
-from rectified_flow.flows.flow import Flow, expand
+from rectified_flow.flows.flow import FLOW_NEEDS, Flow, expand
 from rectified_flow.flows.solvers import NO_GUIDANCE, Guidance, Watch, guided, integrate
 from rectified_flow.flows.times import LogitNormal, TimeDistribution, time_grid
 from rectified_flow.registry import register
@@ -19,7 +19,7 @@ LATEST = 1 - 1 / 64
 """Latest time at which sampling evaluates a noise prediction: later, its error is divided by almost 0."""
 
 
-@register
+@register(role="flow", needs=(*FLOW_NEEDS, "prediction", "time_distribution"))
 class RectifiedFlow(Flow):
     """Rectified flow (Liu et al. 2022, arXiv:2209.03003, eq. 1).
 

@@ -14,9 +14,9 @@ from typing_extensions import override
 
 from rectified_flow import randomness
 from rectified_flow.condition import Values
-from rectified_flow.data.build import StoreWriter, claimed, fill, key_of
 from rectified_flow.data.framing import Framing
 from rectified_flow.data.store import ImageDataset, StoreDataset, mapped
+from rectified_flow.data.store_writer import StoreWriter, claimed, fill, key_of
 from rectified_flow.errors import UsageError
 from rectified_flow.latents.autoencoders import Autoencoder, PretrainedAutoencoder
 from rectified_flow.parts import choose, split_part

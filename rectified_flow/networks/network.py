@@ -1,7 +1,7 @@
 """The members of a network, beside its call, with which programs size it, check it and move it to a device.
 
 Any ``nn.Module`` with the call ``network(x, t, **conditions)`` is a network. A class that derives from
-:class:`Network`, or has members of these names, is also planned for a budget.
+:class:`Network` is also planned for a budget.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,6 +9,8 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
+
+from rectified_flow.errors import UsageError
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -22,6 +24,9 @@ class Network(nn.Module):
     is_convolutional: ClassVar[bool] = False
     """Whether the network is faster with its weights and activations in channels-last order, where matrix units are."""
 
+    gradient_checkpointing: bool | None = None
+    """Whether the backward pass computes activations again instead of keeping them; None if the network cannot."""
+
     @classmethod
     def sized_for(cls, width: int, sides: Sequence[int]) -> dict[str, Any]:
         """Return the arguments of the constructor for a width and for ``x`` ``[b, c, *sides]``."""
@@ -31,6 +36,18 @@ class Network(nn.Module):
     def divisor_of(cls, arguments: Mapping[str, Any]) -> int:
         """Return the number that must divide the sides of ``x``, for arguments of the constructor."""
         return 1
+
+
+def checkpoint_gradients(network: nn.Module) -> None:
+    """Have the backward pass of a network compute activations again instead of keeping them.
+
+    Raises:
+        UsageError: if the network cannot.
+    """
+    if not isinstance(network, Network) or network.gradient_checkpointing is None:
+        name = type(network).__name__
+        raise UsageError(f"`gradient_checkpointing` has no effect: {name} keeps its activations; leave it out")
+    network.gradient_checkpointing = True
 
 
 def to_device(module: M, device: torch.device, precision: str) -> M:
@@ -47,6 +64,6 @@ def to_device(module: M, device: torch.device, precision: str) -> M:
     """
     last = device.type == "cuda" or (device.type == "cpu" and precision == "no")
     for each in module.modules():
-        if getattr(each, "is_convolutional", False):
+        if isinstance(each, Network) and each.is_convolutional:
             each.to(memory_format=torch.channels_last if last else torch.contiguous_format)
     return module.to(device)

@@ -36,7 +36,7 @@ MAX_ATTENTION_SIDE = 32
 """Largest side of a level with attention in a sized network [px]."""
 
 
-@register
+@register(role="network", needs=("channels", "image_size", "conditions", "dim", "dim_mults", "dropout"))
 class Unet(Network):
     """Predict a tensor of the shape of ``x`` from ``x``, the time and conditions.
 
@@ -80,8 +80,7 @@ class Unet(Network):
         self.conditions: ConditionSpecs = dict(conditions or {})
         self.image_size, self.attention_sides = image_size, tuple(attention_sides)
         self.attention_head_dim, self.blocks_per_level, self.dropout = attention_head_dim, blocks_per_level, dropout
-        self.gradient_checkpointing = False
-        """Whether the backward pass computes a block's activations again instead of keeping them."""
+        self.gradient_checkpointing = False  # not described: it changes no result
         self.downsampling = 2 ** (len(dim_mults) - 1)
         self.check_shape((channels, image_size, image_size))
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from rectified_flow.errors import DamageError, UsageError, first_line
-from rectified_flow.runs.config import CHECKPOINTS
+from rectified_flow.runs.training_config import CHECKPOINTS
 from rectified_flow.system.artifact import (
     CHECKPOINT,
     MANIFEST,

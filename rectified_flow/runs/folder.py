@@ -27,7 +27,7 @@ from rectified_flow.flags import plain, recorded, rules_of
 from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.checkpoint import BEST, CONFIG_FILE, FLOW_FILE, OUTPUTS_FILE, RunIdentity
-from rectified_flow.runs.config import CHECKPOINTS, TrainingConfig
+from rectified_flow.runs.training_config import CHECKPOINTS, TrainingConfig
 from rectified_flow.system.artifact import (
     CHECKPOINT,
     FileName,
@@ -52,7 +52,8 @@ Block = Mapping[str, Any] | None
 RunState = Literal["running", "finished", "interrupted", "failed"]
 STATUS_FILE, LOCK = "status.json", "run"
 LOGS = ("metrics.jsonl", "metrics.old.jsonl", "bad_steps.jsonl", "bad_steps.old.jsonl")
-RUN_FILES = (CONFIG_FILE, STATUS_FILE, "loss.png", "samples", *LOGS)
+DATA_SHEET = "data.png"
+RUN_FILES = (CONFIG_FILE, STATUS_FILE, DATA_SHEET, "loss.png", "samples", *LOGS)
 """Files and folders that every run writes into its output folder."""
 
 

@@ -14,7 +14,7 @@ from rectified_flow.errors import DamageError, UsageError, first_line
 from rectified_flow.runs.checkpoint import step_name
 from rectified_flow.system.artifact import claim, claimed_names, write_output
 from rectified_flow.system.files import flush, parse_document, read_bytes, replace_file
-from rectified_flow.system.pictures import Grid, Line, Panel, draw_panels, encode_picture
+from rectified_flow.system.pictures import Grid, Line, Panel, draw_panels, encode_picture, read_pixels
 from rectified_flow.system.terminal import shown
 
 PROJECT = "rectified-flow"
@@ -169,15 +169,24 @@ class RunLog:
         with self.tolerant("samples"):
             path.parent.mkdir(exist_ok=True)
             write_output(path, encode_picture(grid))
+        self._track_picture("samples", grid, step)
+
+    def picture(self, name: str, path: Path, content: bytes, step: int) -> None:
+        """Write the file of a picture that is no sample, and send it to the trackers."""
+        write_output(path, content)
+        self._track_picture(name, read_pixels(content), step)
+
+    def _track_picture(self, name: str, pixels: Grid, step: int) -> None:
+        """Send a picture ``[h, w, 3]`` to the trackers."""
         for tracker in self.accelerator.trackers:
             with self.tolerant("the trackers"):
                 if tracker.name == "trackio":  # for which Accelerate has no log_images
                     from trackio import Image
 
-                    tracker.log({"samples": Image(grid)}, step=step)
+                    tracker.log({name: Image(pixels)}, step=step)
                 else:
                     layout = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
-                    tracker.log_images({"samples": grid[None]}, step=step, **layout)
+                    tracker.log_images({name: pixels[None]}, step=step, **layout)
 
     def draw_loss(self) -> None:
         """Plot the training loss over the steps, and below it the held-out loss if it is measured."""

@@ -29,8 +29,8 @@ from rectified_flow.runs.checkpoint import (
     Tensors,
     TrainerFile,
 )
-from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.log import RunLog
+from rectified_flow.runs.training_config import TrainingConfig
 from rectified_flow.system.files import writing
 from rectified_flow.system.terminal import Silent, line, shown
 

@@ -13,18 +13,18 @@ from html import escape, unescape
 from importlib import import_module
 from io import BytesIO
 from pathlib import Path
-from textwrap import wrap
 from typing import IO, Any
 
 import numpy as np
 import torch
-from PIL import ExifTags, Image, ImageDraw, ImageOps, PngImagePlugin, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, PngImagePlugin, UnidentifiedImageError
 from torch import Tensor
 
 from rectified_flow.errors import UsageError
 from rectified_flow.system.artifact import write_output
 from rectified_flow.system.colour import BAD_EXIF, profile_of, to_srgb
 from rectified_flow.system.files import open_regular, parse_document, reading, writing
+from rectified_flow.system.lettering import text_picture
 
 FORMATS = ["JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "AVIF"]
 """Formats that are opened, whatever a file is called: an EPS file, for one, would start another program."""
@@ -59,8 +59,8 @@ TURNED = (5, 6, 7, 8)
 GREY_TOLERANCE = 3  # largest difference of the channels of a grey picture, as formats round them [levels of 256]
 DEPTHS = (8, 10, 12, 14, 16)  # numbers of bits of the values in files of 16 bits
 
-MIN_WIDTH, TEXT_LINES, TEXT_SIZE, LETTER_WIDTH = 112, 3, 11, 6
-"""Least width of a picture with a text [px], lines of the text, and size and mean width of its letters [px]."""
+MIN_WIDTH, TEXT_LINES, TEXT_SIZE = 112, 3, 11
+"""Least width of a picture with a text [px], lines of the text, and size of its letters [px]."""
 Grid = np.ndarray[Any, np.dtype[np.uint8]]  # [h, w, c]
 BAR_HEIGHT = 10  # height of the bar of a legend [px]
 
@@ -214,18 +214,23 @@ class Legend:
 
 
 def to_grid(
-    images: Tensor, columns: int | None = None, texts: Sequence[str] | None = None, legend: Legend | None = None
+    images: Tensor,
+    columns: int | None = None,
+    texts: Sequence[str] | None = None,
+    legend: Legend | None = None,
+    *,
+    text_lines: int = TEXT_LINES,
 ) -> Grid:
     """Arrange uint8 images ``[n, c, h, w]`` side by side in one ``[H, W, c]``, by default nearly a square.
 
-    Small images with texts below them are enlarged by a whole number. The legend is drawn below the grid.
+    Small images with texts of some lines below them are enlarged by a whole number. The legend is drawn below the grid.
     """
     from torchvision.utils import make_grid  # takes seconds to load
 
     if texts is not None:
         factor = -(-MIN_WIDTH // images.shape[-1])
         images = images.cpu().repeat_interleave(factor, dim=-2).repeat_interleave(factor, dim=-1)
-        strips = [text_picture(text, images.shape[-1], TEXT_LINES * (TEXT_SIZE + 3)) for text in texts]
+        strips = [text_picture(text, images.shape[-1], TEXT_SIZE, text_lines) for text in texts]
         images = torch.cat((images, torch.stack(strips)), dim=-2)
     columns = columns or max(1, round(len(images) ** 0.5))
     grid: Tensor = make_grid(images, nrow=columns, padding=2, pad_value=255).cpu()
@@ -234,18 +239,9 @@ def to_grid(
         width = grid.shape[-1]
         places = torch.linspace(0, len(legend.colours) - 1, width).round().long()
         bar = legend.colours.cpu()[places].T[:, None].expand(-1, BAR_HEIGHT, -1)
-        values = text_picture(f"{legend.least} to {legend.greatest} {legend.name}", width, TEXT_SIZE + 5)
+        values = text_picture(f"{legend.least} to {legend.greatest} {legend.name}", width, TEXT_SIZE, 1)
         grid = torch.cat((grid, bar, values), dim=1)
     return grid.permute(1, 2, 0).numpy()
-
-
-def text_picture(text: str, width: int, height: int) -> Tensor:
-    """Return a text, black on white and broken into lines that fit, as a picture uint8 ``[3, height, width]``."""
-    from torchvision.transforms.functional import pil_to_tensor
-
-    image, lines = Image.new("RGB", (width, height), "white"), wrap(text, width // LETTER_WIDTH)
-    ImageDraw.Draw(image).multiline_text((2, 1), "\n".join(lines), "black", font_size=TEXT_SIZE, spacing=2)
-    return pil_to_tensor(image)
 
 
 def encode_picture(pixels: np.ndarray[Any, Any], suffix: str = ".png", **options: Any) -> bytes:
@@ -253,6 +249,11 @@ def encode_picture(pixels: np.ndarray[Any, Any], suffix: str = ".png", **options
     content = BytesIO()
     Image.fromarray(pixels).save(content, format=suffix[1:], **options)
     return content.getvalue()
+
+
+def read_pixels(content: bytes) -> Grid:
+    """Return the pixels ``[h, w, 3]`` of the file of an RGB picture."""
+    return np.asarray(Image.open(BytesIO(content)))
 
 
 def write_picture(path: Path, pixels: np.ndarray[Any, Any], **options: Any) -> Path:

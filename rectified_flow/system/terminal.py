@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from io import BufferedWriter, FileIO, TextIOWrapper
@@ -96,6 +96,11 @@ def line(label: str, text: object) -> str:
 def lines(texts: Mapping[str, object]) -> str:
     """Return a line for each label."""
     return "\n".join(line(label, text) for label, text in texts.items())
+
+
+def paragraph(label: str, texts: Sequence[str]) -> str:
+    """Return a line for each text, the first of which has the label."""
+    return "\n".join(line("" if number else label, text) for number, text in enumerate(texts))
 
 
 def size_text(width: int, height: int) -> str:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from rectified_flow.condition import LARGEST, WrittenCondition
-from rectified_flow.data.build import StoreWriter, claimed, fill, key_of
 from rectified_flow.data.store import StoreDataset
+from rectified_flow.data.store_writer import StoreWriter, claimed, fill, key_of
 from rectified_flow.errors import UsageError
 from rectified_flow.exportable import Exportable
 from rectified_flow.registry import register

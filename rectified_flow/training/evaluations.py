@@ -20,7 +20,7 @@ from rectified_flow.evaluation.heldout import HeldOutLoss, HeldOutPictures, judg
 from rectified_flow.flows.flow import SOURCE, Flow, sample_batches
 from rectified_flow.flows.solvers import Guidance
 from rectified_flow.runs import checkpoint
-from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.runs.training_config import TrainingConfig
 from rectified_flow.system.files import check_document
 from rectified_flow.system.pictures import Legend, Panel, draw_panels
 from rectified_flow.system.signals import Interrupted, raise_if_stop_requested

@@ -21,7 +21,7 @@ from rectified_flow.data.stream import Batch, Batches, StreamSampler
 from rectified_flow.errors import RunError, UsageError
 from rectified_flow.flows.flow import SOURCE, Flow
 from rectified_flow.randomness import BatchRows, deterministic
-from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.runs.training_config import TrainingConfig
 from rectified_flow.system.signals import leave_signals_to_parent
 
 # The default for an iterator that cannot start its processes, whose clean-up would fail on its missing attributes.

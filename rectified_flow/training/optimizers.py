@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from rectified_flow.parts import choose
 from rectified_flow.registry import register
-from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.runs.training_config import TrainingConfig
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 BuildOptimizer = Callable[[NamedParameters], torch.optim.Optimizer]
@@ -26,7 +26,7 @@ In a run with a clock, ``total`` is the planned number, and ``updates`` may be a
 """
 
 
-@register(role="optimizer")
+@register(role="optimizer", needs=("lr", "fused"))
 def adamw(
     parameters: NamedParameters,
     *,
@@ -69,7 +69,7 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     return total @ matrices
 
 
-@register(role="optimizer")
+@register(role="optimizer", needs=("lr",))
 def muon(
     parameters: NamedParameters,
     *,
@@ -159,11 +159,11 @@ class Muon(torch.optim.Optimizer):
 def find_optimizer(config: TrainingConfig, *, fused: bool) -> BuildOptimizer:
     """Return the builder of the registered optimizer that the flag ``optimizer`` names, with the flags of the run.
 
-    A registered builder takes the trained parameters with their names. It gets the peak learning rate ``lr`` and
-    ``fused`` if it has a parameter for them, and the arguments of that flag.
+    A registered builder takes the trained parameters with their names, what it needs of the peak learning rate ``lr``
+    and ``fused``, and the arguments of that flag.
     """
     choice = choose("optimizer", "optimizer", config.optimizer)
-    return lambda parameters: choice.build(parameters=parameters, lr=config.learning_rate, fused=fused)
+    return lambda parameters: choice.build(parameters, lr=config.learning_rate, fused=fused)
 
 
 def build_schedule(config: TrainingConfig) -> LrSchedule:

@@ -13,8 +13,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from rectified_flow.flows.flow import SOURCE, Flow
 from rectified_flow.randomness import BatchRows, deterministic
-from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.folder import precision_name
+from rectified_flow.runs.training_config import TrainingConfig
 from rectified_flow.spaces.medium import Medium
 from rectified_flow.system.terminal import lines
 from rectified_flow.training.optimizers import BuildOptimizer

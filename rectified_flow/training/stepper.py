@@ -41,7 +41,7 @@ from rectified_flow.errors import RunError, UsageError
 from rectified_flow.flows.flow import network_of
 from rectified_flow.randomness import BatchRows, deterministic
 from rectified_flow.runs import checkpoint
-from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.runs.training_config import TrainingConfig
 from rectified_flow.training.clock import Pace
 from rectified_flow.training.optimizers import LrSchedule
 

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from rectified_flow.cli.build import build_flow
-from rectified_flow.cli.config import EvaluateConfig, ExportConfig, OneStepConfig, SampleConfig, TrainConfig
 from rectified_flow.cli.data import build_space
+from rectified_flow.cli.model_flags import EvaluateConfig, ExportConfig, SampleConfig
 from rectified_flow.cli.programs import PROGRAMS
 from rectified_flow.cli.settings import parse
+from rectified_flow.cli.training_flags import OneStepConfig, TrainConfig
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import flag_types, recorded
 from tests.patience import PATIENCE
@@ -215,8 +216,8 @@ def test_no_flag_has_two_defaults(
         ("--time_distribution stdev=1", "`time_distribution` stdev=1: LogitNormal takes KEY=VALUE with the keys mean,"),
         ("--method reflow --teacher a --time_distribution mean=0", "`time_distribution` mean=0: UShaped takes "),
         ("--method distill --teacher a --time_distribution uniform", "`time_distribution` "),
-        ("--method mean_flow --prediction clean", "`prediction` has no effect: MeanFlow has no argument prediction"),
-        ("--guidance_scale 2", "`guidance_scale` has no effect: RectifiedFlow has no argument guidance_scale"),
+        ("--method mean_flow --prediction clean", "`prediction` has no effect: MeanFlow does not ask for prediction"),
+        ("--guidance_scale 2", "`guidance_scale` has no effect: RectifiedFlow does not ask for guidance_scale"),
     ],
 )
 def test_a_name_or_option_that_does_not_exist_is_one_sentence(words: str, sentence: str) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from rectified_flow.cli.config import Method
 from rectified_flow.cli.plan import (
     AUGMENT,
     FORWARD_SHARE,
@@ -21,6 +20,7 @@ from rectified_flow.cli.plan import (
     network_flags,
     plan,
 )
+from rectified_flow.cli.training_flags import Method
 from rectified_flow.errors import UsageError
 from rectified_flow.networks.unet import Unet
 from rectified_flow.training.speed import Speed

@@ -7,10 +7,10 @@ import pytest
 from accelerate import PartialState
 
 from rectified_flow.cli import facts, plan, train
-from rectified_flow.cli.config import DataConfig, OneStepConfig, TrainConfig, seconds_of
 from rectified_flow.cli.data import build_space
 from rectified_flow.cli.settings import Settings, read_settings
 from rectified_flow.cli.train import with_recipe
+from rectified_flow.cli.training_flags import DataConfig, OneStepConfig, TrainConfig, seconds_of
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import recorded
 from rectified_flow.parts import name_of

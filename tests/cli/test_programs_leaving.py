@@ -15,7 +15,7 @@ from rectified_flow.system.signals import Interrupted
 from tests.patience import PATIENCE
 from tests.ranks import run_on_ranks
 
-FLAGS = "rectified_flow.cli.config:TrainConfig"
+FLAGS = "rectified_flow.cli.training_flags:TrainConfig"
 
 
 def finish(_config: Any) -> bool:

@@ -95,8 +95,8 @@ def test_what_says_nothing_or_too_little_is_not_generated_again(run: Path, tmp_p
 def test_the_nearest_training_pictures_are_shown_with_their_distances(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from rectified_flow.cli.config import TrainConfig
     from rectified_flow.cli.train import train
+    from rectified_flow.cli.training_flags import TrainConfig
 
     (tmp_path / "mine").mkdir()
     for number in range(6):

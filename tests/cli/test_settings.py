@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from accelerate import PartialState
 
-from rectified_flow.cli.config import OneStepConfig, TrainConfig
 from rectified_flow.cli.record import with_record
 from rectified_flow.cli.settings import Settings, read_settings
+from rectified_flow.cli.training_flags import OneStepConfig, TrainConfig
 from rectified_flow.flags import recorded
 from rectified_flow.runs import checkpoint
 

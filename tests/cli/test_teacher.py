@@ -14,14 +14,14 @@ from accelerate import PartialState
 from torch import Tensor
 
 from rectified_flow import randomness
-from rectified_flow.cli.config import OneStepConfig, TrainConfig
 from rectified_flow.cli.data import data_of
 from rectified_flow.cli.distill import DistillationData, open_distilled
 from rectified_flow.cli.record import distillation_of, with_record
 from rectified_flow.cli.settings import Settings, command_line, read_settings
 from rectified_flow.cli.train import train
-from rectified_flow.data.build import StoreWriter
+from rectified_flow.cli.training_flags import OneStepConfig, TrainConfig
 from rectified_flow.data.store import StoreDataset
+from rectified_flow.data.store_writer import StoreWriter
 from rectified_flow.errors import UsageError
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.solvers import Guidance

@@ -13,9 +13,9 @@ import pytest
 from PIL import Image
 
 from rectified_flow.cli import distill
-from rectified_flow.cli.config import TrainConfig
 from rectified_flow.cli.settings import read_settings
 from rectified_flow.cli.train import train as run_training
+from rectified_flow.cli.training_flags import TrainConfig
 from rectified_flow.runs.folder import read_config
 from tests.programs import assert_refused, constant_speed
 from tests.ranks import run_on_ranks

@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from rectified_flow.cli.config import STARTERS, TrainConfig
 from rectified_flow.cli.plan import STARTER_DIMS
 from rectified_flow.cli.settings import read_settings
 from rectified_flow.cli.train import start_from
+from rectified_flow.cli.training_flags import STARTERS, TrainConfig
 from rectified_flow.condition import AugmentationLabels, ConditionSpecs, Labels
 from rectified_flow.errors import UsageError
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.networks.unet import Unet
 from rectified_flow.runs import checkpoint
-from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.runs.training_config import TrainingConfig
 
 
 def unet(dim: int = 8, side: int = 8, **conditions: Labels | AugmentationLabels) -> Unet:

@@ -9,16 +9,16 @@ import pytest
 from accelerate import PartialState
 from PIL import Image
 
-from rectified_flow.cli.config import TrainConfig
-from rectified_flow.cli.data import summary_of
 from rectified_flow.cli.settings import read_settings
 from rectified_flow.cli.train import build_heldout_hook
-from rectified_flow.data.build import open_store
-from rectified_flow.data.description import PictureData, described_data
+from rectified_flow.cli.training_flags import TrainConfig
+from rectified_flow.data.description import Columns, PictureData, described_data
 from rectified_flow.data.framing import Framing
-from rectified_flow.data.open import open_dataset
+from rectified_flow.data.open import Pictures, open_dataset
+from rectified_flow.data.report import sentences
 from rectified_flow.data.sources.synthetic_flowers import SyntheticFlowers
 from rectified_flow.data.store import ImageDataset
+from rectified_flow.data.store_writer import open_store
 from tests.programs import assert_refused, printed
 from tests.ranks import run_on_ranks
 from tests.training.runs import losses, tiny_dataset
@@ -115,11 +115,48 @@ def pictures(tmp_path: Path) -> Path:
 def test_counts_and_rare_classes(pictures: Path) -> None:
     dataset = open_dataset("", pictures, image_size=8, skip_broken_images=True)
     assert dataset.description == "pets: 13 images of 8 px, 2 classes"
-    assert summary_of(dataset) == (
-        "13; 6 to 32 px wide, 30 to 40 px high; 1 smaller than 8 px, so enlarged and blurred; 1 equal to an earlier "
-        "picture; 1 of 2 classes with fewer than 10 pictures: dogs (2)"
-        f"; 1 left out; the first is {pictures}/dogs/99.png"
-    )
+    assert sentences(dataset) == [
+        "13 pictures of pets, 6 to 32 px wide and 30 to 40 px high",
+        "1 smaller than 8 px, so enlarged and blurred, such as cats/03.png",
+        "2 classes: cats (11), dogs (2)",
+        "1 of 2 classes with fewer than 10 pictures: dogs (2)",
+        "the network does not get the classes",
+        f"skipped 1 broken images; the first is {pictures}/dogs/99.png",
+        "1 picture is equal to an earlier one, such as dogs/12.png",
+        "13 pictures are of one colour, such as cats/00.png",
+        "no picture is mirrored",
+    ]
+    assert "the network does not get the classes" not in sentences(dataset, {"labels"})
+
+
+def test_columns_that_the_network_gets_and_those_that_it_does_not_get(pictures: Path) -> None:
+    rows = [f"cats/{number:02}.png,{number % 2},cat {number}" for number in range(11)]
+    (pictures / "metadata.csv").write_text("\n".join(("file_name,parity,the text", *rows)))
+    data = PictureData(Pictures("", pictures, image_size=8, skip_broken_images=True), Columns(("the text=caption",)))
+    PartialState()
+    facts = sentences(data.open(), {"the_text"}, mirrored=True, augment=0.1)
+    assert "columns that the network gets: the_text (caption)" in facts
+    assert "columns that the network does not get: parity" in facts
+    assert facts[-1] == "half of the pictures are mirrored, and other changes are made, each with probability 0.1"
+
+
+def test_a_dry_run_writes_the_sheet_beside_the_store_and_a_run_into_its_folder(one_each: Path, tmp_path: Path) -> None:
+    """The latents of a dry run are not stored, but computed for the sheet; those of a run have half precision."""
+    flags = f"{TINY} --image_size 16 --autoencoder small --dataset_path {one_each} --holdout 0"
+    flags += f" --cache_dir {tmp_path}/cache --output_dir {tmp_path}/run"
+    [said] = run_on_ranks(1, printed, f"{flags} --dry_run")
+    [sheet] = (tmp_path / "cache").glob("*-data.png")
+    assert f"data sheet  {sheet}" in said
+    assert not (tmp_path / "run").exists(), "a dry run claims nothing"
+    first, second = run_on_ranks(2, printed, flags)
+    assert f"data sheet  {tmp_path}/run/data.png" in first
+    assert "pictures" not in second
+    planned, trained = Image.open(sheet), Image.open(tmp_path / "run/data.png")
+    assert planned.info["Description"] == trained.info["Description"]
+    assert all(first.count(line) == 1 for line in trained.info["Description"].splitlines())
+    before, after = (np.asarray(each).astype(int) for each in (planned, trained))
+    assert before.shape == after.shape
+    assert abs(before - after).max() <= 8
 
 
 def test_the_framing_names_a_store_where_it_is_not_the_default(tmp_path: Path) -> None:

@@ -339,9 +339,9 @@ def words(kind: Kind, flags: str, data: Path, output_dir: Path) -> list[str]:
 
 def train(kind: Kind, data: Path, output_dir: Path) -> None:
     """Train on this rank; the program must not end well on several ranks, so the function that it calls does."""
-    from rectified_flow.cli.config import OneStepConfig, TrainConfig
     from rectified_flow.cli.settings import read_settings
     from rectified_flow.cli.train import train
+    from rectified_flow.cli.training_flags import OneStepConfig, TrainConfig
 
     for module in kind.imports:
         import_module(module)
@@ -351,7 +351,7 @@ def train(kind: Kind, data: Path, output_dir: Path) -> None:
 
 def sample(kind: Kind, flags: list[str]) -> None:
     """Sample on this rank."""
-    from rectified_flow.cli.config import SampleConfig
+    from rectified_flow.cli.model_flags import SampleConfig
     from rectified_flow.cli.sample import sample
     from rectified_flow.cli.settings import parse
 

@@ -15,8 +15,8 @@ import pytest
 import tifffile
 from PIL import Image
 
-from rectified_flow.cli.config import DataConfig
 from rectified_flow.cli.data import flags_of_files
+from rectified_flow.cli.training_flags import DataConfig
 from rectified_flow.data.open import open_dataset, space_of_folder
 from rectified_flow.data.sources.folder import FileFolder
 from rectified_flow.data.store import pair_by_name
@@ -168,9 +168,7 @@ def test_pictures_of_other_modes_keep_their_transparency_with_any_profile(
 
 
 @pytest.mark.parametrize("name", ["0.png", "0.tif"])
-def test_the_majority_decides_whether_files_are_measurements(
-    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_majority_decides_whether_files_are_measurements(tmp_path: Path, name: str) -> None:
     if name == "0.png":
         Image.fromarray(np.full((8, 10), 20_000, np.uint16)).save(tmp_path / name)
     else:
@@ -179,9 +177,10 @@ def test_the_majority_decides_whether_files_are_measurements(
         picture(tmp_path / f"{number}.jpg")
         np.savez(tmp_path / f"{number}_sd.npz", np.zeros((8, 10)))  # the cache of a captioning program
     assert space_of_folder(tmp_path) is None
-    assert len(open_dataset(str(tmp_path), image_size=4, cache_dir=tmp_path / "cache")) == 11
+    opened = open_dataset(str(tmp_path), image_size=4, cache_dir=tmp_path / "cache")
+    assert len(opened) == 11
     found = f"1 files of fields are read as pictures, such as {tmp_path}/{name}: pass `space` Fields to read fields"
-    assert found in "".join(capsys.readouterr())
+    assert found in opened.info.notes
 
 
 def test_the_size_of_the_first_picture_can_be_that_of_all(tmp_path: Path) -> None:

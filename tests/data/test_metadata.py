@@ -81,7 +81,7 @@ def test_order_of_rows_and_gaps(folder: Path, capsys: pytest.CaptureFixture[str]
     assert batch["text"][2].isnan().all()
     printed = capsys.readouterr().out
     assert "missing in 3 of 20 rows" in printed
-    assert "note: 1 of the file_names in metadata.csv do not exist, such as 99.png" in printed
+    assert "1 of the file_names in metadata.csv do not exist, such as 99.png" in pictures.info.notes
 
 
 def test_one_of_several_captions_in_each_epoch(folder: Path) -> None:

@@ -14,11 +14,11 @@ import pytest
 import torch
 from PIL import Image
 
-from rectified_flow.data.build import open_store
 from rectified_flow.data.open import Pictures
 from rectified_flow.data.sources.folder import FileFolder
 from rectified_flow.data.sources.synthetic_flowers import SPECIES, SyntheticFlowers
 from rectified_flow.data.store import ImageDataset
+from rectified_flow.data.store_writer import open_store
 from rectified_flow.errors import UsageError
 from rectified_flow.system import artifact
 from tests.patience import PATIENCE, wait_for

@@ -11,8 +11,8 @@ from rectified_flow.data.store import ImageDataset
 from rectified_flow.flows.flow import Flow
 from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
-from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.folder import describe_run
+from rectified_flow.runs.training_config import TrainingConfig
 
 COUNT = 21
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rectified_flow.data.build import open_store
 from rectified_flow.data.sources.synthetic_flowers import SyntheticFlowers
 from rectified_flow.data.store import ImageDataset
+from rectified_flow.data.store_writer import open_store
 from rectified_flow.evaluation import distances
 from rectified_flow.evaluation.distances import (
     frechet_distance,

@@ -9,9 +9,9 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from rectified_flow.data.build import open_store
 from rectified_flow.data.sources.synthetic_flowers import SyntheticFlowers
 from rectified_flow.data.store import ImageDataset
+from rectified_flow.data.store_writer import open_store
 from rectified_flow.evaluation.distances import near_duplicates, perceptual_hashes
 from rectified_flow.evaluation.features import average_colours
 from rectified_flow.evaluation.heldout import PATIENCE, TIMES, HeldOutLoss, HeldOutPictures, hold_out, judge, split_rows

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from rectified_flow import randomness
 from rectified_flow.condition import Condition, Labels, Picture, with_map
-from rectified_flow.export.call import NetworkCall, describe
+from rectified_flow.export.call import NetworkCall, model_json
 from rectified_flow.export.web_page import page_sources
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.mean import MeanFlow
@@ -201,7 +201,7 @@ def test_a_picture_becomes_what_it_becomes_in_python(
     page_folder: Path, kind: type[Flow], source: str | None, painted: bool
 ) -> None:
     flow = flow_of(kind, source)
-    model: dict[str, Any] = describe(NetworkCall(flow), Mask() if source else None)
+    model: dict[str, Any] = model_json(NetworkCall(flow), Mask() if source else None)
     images = torch.randint(256, (1, *SHAPE), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
     mask = torch.zeros(1, 1, 8, 8, dtype=torch.bool)
     mask[..., 2:6, 3:] = painted
@@ -238,7 +238,7 @@ def test_a_picture_becomes_what_it_becomes_in_python(
 @pytest.mark.parametrize("degradation", [Downsample(2), Downsample(3), Grey(), Mask(), None])
 def test_pictures_are_degraded_as_in_python(page_folder: Path, degradation: Degradation | None) -> None:
     """The page applies projections only: the visitor paints a mask."""
-    model: dict[str, Any] = describe(NetworkCall(flow_of(RectifiedFlow, "start")), degradation)
+    model: dict[str, Any] = model_json(NetworkCall(flow_of(RectifiedFlow, "start")), degradation)
     x = torch.rand(1, *SHAPE) * 2 - 1
     body = "const { model, x } = given; return [...sampler.degraded(model, Float32Array.from(x))];"
     found = torch.tensor(run(page_folder, body, model=model, x=x.flatten().tolist())).reshape(x.shape)

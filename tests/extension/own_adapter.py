@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from rectified_flow import register
 
 
-@register
+@register(role="network")
 class Adapted(nn.Module):
     """A base network in bfloat16, whose weights the constructor loads, plus a trained convolution."""
 

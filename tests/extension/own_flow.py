@@ -10,7 +10,7 @@ from rectified_flow import Flow, randomness, register
 from rectified_flow.flows.flow import expand
 
 
-@register
+@register(role="flow", needs=("space", "condition_dropout"))
 class CircleFlow(Flow):
     """``x_t = cos(a) x_0 + sin(a) noise`` with ``a = t pi / 2``; the network predicts ``dx/da``."""
 

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from rectified_flow import Labels, register
 
 
-@register
+@register(role="network", needs=("conditions",))
 class TwoConvolutions(nn.Module):
     """Called ``network(x, t, **conditions)``; returns the shape of ``x``."""
 

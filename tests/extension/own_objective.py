@@ -7,7 +7,7 @@ from rectified_flow import RectifiedFlow, register
 from rectified_flow.flows.flow import expand
 
 
-@register
+@register(role="flow")
 class AbsoluteFlow(RectifiedFlow):
     """The mean absolute error of the velocity, a function of every draw."""
 

@@ -25,7 +25,7 @@ class SignDescent(torch.optim.Optimizer):
                 parameter.mul_(1 - rate * group["weight_decay"]).sub_(momentum.sign(), alpha=rate)
 
 
-@register(role="optimizer")
+@register(role="optimizer", needs=("lr",))
 def sign_descent(
     parameters: Iterable[tuple[str, nn.Parameter]], lr: float, weight_decay: float = 0.0, momentum: float = 0.9
 ) -> torch.optim.Optimizer:

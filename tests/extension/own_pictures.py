@@ -17,7 +17,7 @@ class Squares(ImageSource):
     def load(self, index: int) -> tuple[Image.Image, int]:
         return Image.new("RGB", (12, 12), (index * 12, 99, 255 - index * 12)), int(index >= 10)
 
-    def describe(self, index: int) -> str:
+    def place_of(self, index: int) -> str:
         return f"square {index}"
 
 

@@ -47,7 +47,7 @@ class Clouds(Space):
         return x * self.scale
 
 
-@register
+@register(role="network")
 class PointNetwork(nn.Module):
     """Each point by itself, with the mean of all."""
 

@@ -11,7 +11,7 @@ from rectified_flow import Network, register
 from rectified_flow.condition import ConditionSpecs
 
 
-@register
+@register(role="network", needs=("shape", "conditions"))
 class PatchTransformer(Network):
     """Attention among patches of ``patch`` x ``patch`` values, in any number of layers."""
 

@@ -90,7 +90,7 @@ def test_a_format_has_its_own_options_and_no_others(kind_runs: Callable[[str], R
         }
     assert sizes[1] < sizes[0]
     for flags, sentence in (
-        ("--format arrays --half", "--half has no effect: arrays has no argument half"),
+        ("--format arrays --half", "--half has no effect: arrays does not ask for half"),
         ("--format arrays --open", "--open has no effect: the format arrays has no page"),
         ("--format arrays half=true", "arrays takes KEY=VALUE"),
         ("--format array", "--format array is not registered: choose arrays or onnx or page"),

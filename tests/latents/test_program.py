@@ -11,9 +11,9 @@ import torch
 from filelock import FileLock
 from PIL import Image
 
-from rectified_flow.data import build
-from rectified_flow.data.build import StoreWriter
+from rectified_flow.data import store_writer
 from rectified_flow.data.store import ImageDataset
+from rectified_flow.data.store_writer import StoreWriter
 from rectified_flow.latents.autoencoders import PretrainedAutoencoder, Small, _load
 from rectified_flow.latents.space import LatentDataset, Latents, encode_pictures
 from rectified_flow.networks.pretrained import hash_of
@@ -116,8 +116,8 @@ def test_another_run_that_encodes_is_waited_for(pictures: ImageDataset, monkeypa
         assert text == f"another run is writing the latents {path}: waiting until it ends"
         lock.release()
 
-    monkeypatch.setattr(build, "LOCK_TIMEOUT", 0)
-    monkeypatch.setattr(build, "warn_once", wait)
+    monkeypatch.setattr(store_writer, "LOCK_TIMEOUT", 0)
+    monkeypatch.setattr(store_writer, "warn_once", wait)
     assert encode(pictures).path == path
 
 

@@ -6,9 +6,9 @@ from typing import Any
 from torch import Tensor
 
 from rectified_flow.cli.build import build_flow
-from rectified_flow.cli.config import TrainConfig
 from rectified_flow.cli.data import build_space, data_of
 from rectified_flow.cli.programs import run
+from rectified_flow.cli.training_flags import TrainConfig
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.training.trainer import Trainer
 
@@ -29,4 +29,4 @@ def main(values: TrainConfig) -> None:
 
 
 if __name__ == "__main__":
-    run("tests.launch.faulty_program:main", "rectified_flow.cli.config:TrainConfig", __doc__ or "")
+    run("tests.launch.faulty_program:main", "rectified_flow.cli.training_flags:TrainConfig", __doc__ or "")

@@ -10,9 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rectified_flow.cli.config import TrainConfig
 from rectified_flow.cli.settings import read_settings
 from rectified_flow.cli.train import train
+from rectified_flow.cli.training_flags import TrainConfig
 from tests.launch.launching import ACCELERATE, ROOT, TINY, TORCHRUN, TRAIN, finish, launch, start
 from tests.launch.soak import FLAGS, differences, leaks, two_runs
 from tests.patience import PATIENCE, wait_for

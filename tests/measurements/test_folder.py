@@ -13,8 +13,8 @@ import pytest
 import tifffile
 from PIL import Image
 
-from rectified_flow.data.build import open_store
 from rectified_flow.data.open import space_of_folder
+from rectified_flow.data.store_writer import open_store
 from rectified_flow.errors import UsageError
 from rectified_flow.measurements.files import TYPES, FieldFormat, encode_field, fit_field, read_field
 from rectified_flow.measurements.folder import FieldFolder

@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
 from rectified_flow import OxfordFlowersDataset
-from rectified_flow.cli.config import TrainConfig
 from rectified_flow.cli.settings import read_settings
 from rectified_flow.cli.train import train
+from rectified_flow.cli.training_flags import TrainConfig
 from tests.launch.launching import ACCELERATE, ROOT, TRAIN, launch
 from tests.programs import assert_refused, call, printed
 from tests.ranks import run_on_ranks

@@ -2,11 +2,13 @@
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import jvp
 from torch.utils.flop_counter import FlopCounterMode
 
 from rectified_flow.condition import Labels, Number
+from rectified_flow.errors import UsageError
+from rectified_flow.networks.network import Network, checkpoint_gradients
 from rectified_flow.networks.unet import Attention, Block, TimeEmbedding, Unet
 from rectified_flow.randomness import BatchRows, deterministic
 
@@ -120,6 +122,15 @@ def test_dropout_acts_in_training_only() -> None:
     assert not torch.equal(unet(x, t), unet(x, t))
     unet.eval()
     assert torch.equal(unet(x, t), unet(x, t))
+
+
+def test_gradient_checkpointing_is_refused_where_it_has_no_effect() -> None:
+    unet = Unet(8, (1,), image_size=8, attention_sides=())
+    checkpoint_gradients(unet)
+    assert unet.gradient_checkpointing
+    for network in (nn.Linear(1, 1), Network()):
+        with pytest.raises(UsageError, match=f"`gradient_checkpointing` has no effect: {type(network).__name__} keeps"):
+            checkpoint_gradients(network)
 
 
 def test_gradient_checkpointing_changes_no_gradient() -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from rectified_flow.cli.config import TrainConfig
 from rectified_flow.cli.record import recorded_flags, with_record
 from rectified_flow.cli.settings import read_settings
+from rectified_flow.cli.training_flags import TrainConfig
 from rectified_flow.data.open import Pictures
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.errors import UsageError

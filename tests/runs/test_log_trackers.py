@@ -14,8 +14,8 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rectified_flow.errors import UsageError
-from rectified_flow.runs import config
-from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.runs import training_config
+from rectified_flow.runs.training_config import TrainingConfig
 from tests.programs import assert_refused, program
 from tests.ranks import run_on_ranks
 
@@ -102,7 +102,7 @@ def test_a_tracker_stores_flags_curves_and_pictures_of_a_resumed_run(tmp_path: P
 
 
 def test_trackio_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config, "find_spec", lambda _: None)
+    monkeypatch.setattr(training_config, "find_spec", lambda _: None)
     with pytest.raises(UsageError, match="`log_with` trackio needs the Python package trackio: pip install trackio"):
         TrainingConfig(log_with="trackio")
 

@@ -16,8 +16,8 @@ from rectified_flow.cli.evaluate import _write_down
 from rectified_flow.errors import UsageError
 from rectified_flow.load import RESULTS_FILE
 from rectified_flow.runs import folder
-from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.folder import lock_folder, write_status
+from rectified_flow.runs.training_config import TrainingConfig
 from rectified_flow.system.artifact import OUTPUTS_MANIFEST, claim, claimed_names, write_output
 from rectified_flow.system.files import locked
 from tests.patience import PATIENCE

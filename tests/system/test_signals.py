@@ -98,7 +98,7 @@ def test_the_end_of_the_launcher_is_a_request(monkeypatch: pytest.MonkeyPatch) -
 
 def start_program(folder: Path, flags: list[str]) -> None:
     sys.argv, sys.path = ["program.py", *flags], [str(folder), *sys.path]
-    launch.run("interrupted_module:main", "rectified_flow.cli.config:SampleConfig", "")
+    launch.run("interrupted_module:main", "rectified_flow.cli.model_flags:SampleConfig", "")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -8,14 +8,14 @@ from typing import Any, Literal
 
 from accelerate.utils import set_seed
 
-from rectified_flow.data.build import open_store
 from rectified_flow.data.sources.synthetic_flowers import SyntheticFlowers
 from rectified_flow.data.store import ImageDataset
+from rectified_flow.data.store_writer import open_store
 from rectified_flow.evaluation.evaluator import Evaluator
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.networks.unet import Unet
-from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.runs.training_config import TrainingConfig
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.training.evaluations import EvaluationHook
 from rectified_flow.training.trainer import Trainer

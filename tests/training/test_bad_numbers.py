@@ -17,7 +17,7 @@ from rectified_flow.data.stream import image_indices
 from rectified_flow.errors import RunError
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.networks.unet import Unet
-from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.runs.training_config import TrainingConfig
 from rectified_flow.training import stepper
 from rectified_flow.training.evaluations import Callback
 from rectified_flow.training.trainer import Trainer, build_accelerator

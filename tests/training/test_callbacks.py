@@ -18,7 +18,7 @@ from rectified_flow.data.store import ImageDataset
 from rectified_flow.evaluation import evaluator
 from rectified_flow.evaluation.features import average_colours
 from rectified_flow.runs import checkpoint
-from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.runs.training_config import TrainingConfig
 from rectified_flow.system.artifact import OUTPUTS_MANIFEST, claimed_names
 from rectified_flow.system.signals import Interrupted
 from rectified_flow.training.evaluations import Callback

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.runs import checkpoint
-from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.runs.training_config import TrainingConfig
 from rectified_flow.system.artifact import OUTPUTS_MANIFEST
 from tests.ranks import run_on_ranks
 from tests.training.runs import (

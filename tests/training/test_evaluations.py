@@ -21,7 +21,7 @@ from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.networks.unet import Unet
 from rectified_flow.runs import checkpoint
-from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.runs.training_config import TrainingConfig
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.spaces.space import variant_conditions
 from rectified_flow.system.artifact import find_damage

@@ -15,15 +15,15 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rectified_flow.data.build import open_store
 from rectified_flow.data.sources.synthetic_flowers import SyntheticFlowers
 from rectified_flow.data.store import ImageDataset
+from rectified_flow.data.store_writer import open_store
 from rectified_flow.errors import UsageError
 from rectified_flow.flows.flow import network_of
 from rectified_flow.runs import checkpoint, folder
 from rectified_flow.runs.checkpoint import Tensors
-from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.run import BackgroundSaver
+from rectified_flow.runs.training_config import TrainingConfig
 from rectified_flow.system.signals import Interrupted, stop_on_signals
 from rectified_flow.system.terminal import prepare_streams
 from rectified_flow.training.evaluations import Callback

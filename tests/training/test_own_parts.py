@@ -17,7 +17,7 @@ from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.load import load_flow
 from rectified_flow.registry import register
 from rectified_flow.runs import checkpoint
-from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.runs.training_config import TrainingConfig
 from rectified_flow.training.optimizers import (
     BuildOptimizer,
     NamedParameters,
@@ -240,7 +240,7 @@ class Halves(torch.optim.SGD):
                     parameter.data -= group["lr"] / state["times"] * parameter.grad
 
 
-@register(role="optimizer")
+@register(role="optimizer", needs=("lr",))
 def halves(parameters: NamedParameters, *, lr: float, momentum: float = 0.5, **_flags: Any) -> torch.optim.Optimizer:
     """Vectors first: another order than the network's."""
     everything = list(parameters)

@@ -17,7 +17,7 @@ from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.load import load_flow
 from rectified_flow.networks.unet import Unet
 from rectified_flow.runs.checkpoint import list_checkpoints
-from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.runs.training_config import TrainingConfig
 from rectified_flow.system.pictures import to_grid
 from rectified_flow.training import trainer as module
 from rectified_flow.training.trainer import Trainer, choose_precision

@@ -2,10 +2,12 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from rectified_flow.data.census import Census
 from rectified_flow.data.framing import Framing
 from rectified_flow.errors import UsageError
 from rectified_flow.spaces.pixels import Pixels
@@ -34,7 +36,7 @@ class PictureRows:
     """The rows of a store of pictures, uint8. Other data have rows of their own with these members."""
 
     def __init__(self, framing: Framing) -> None:
-        self.framing = framing
+        self.framing, self.census = framing, Census()
         self.key: tuple[Any, ...] = ()
 
     def fit(self, image: Any) -> Fitted:
@@ -54,6 +56,11 @@ class PictureRows:
 
     def add(self, row: Row) -> None:
         """Take note of a row that is written."""
+        self.census.add(row)
+
+    def notes(self, names: Sequence[str]) -> list[str]:
+        """Return sentences about the rows that were written, whose images have these names in their source."""
+        return self.census.notes(names)
 
     def info(self, name: str, sizes: set[tuple[int, int]]) -> dict[str, Any]:
         """Return further entries of ``info.json`` for the rows of a source with images of some sizes [px]."""
@@ -70,7 +77,8 @@ class ImageSource(ABC):
     class_names: Sequence[str] = ()
     """Class names by label; empty if the images have no labels."""
     notes: Sequence[str] = ()
-    """Lines to print when the images are decoded."""
+    """Sentences about the images that a person should know, such as which files are not read. A source may add to them
+    until its images are decoded; the store then keeps them (:attr:`rectified_flow.data.store.StoreInfo.notes`)."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -80,8 +88,8 @@ class ImageSource(ABC):
     def load(self, index: int) -> tuple[Any, int]:
         """Return an image, decoded or not, and its label (-1 for none). Any exception means a broken image."""
 
-    def describe(self, index: int) -> str:
-        """Describe one image so that a user can find it."""
+    def place_of(self, index: int) -> str:
+        """Return words with which a user finds one image."""
         return f"row {index} of {self.name}"
 
     def name_of(self, index: int) -> str:
@@ -104,6 +112,12 @@ class ImageSource(ABC):
     def read_table(self) -> Mapping[str, Sequence[Any]]:
         """Return the columns beside the images, a value for each image."""
         return {}
+
+    def column_names(self) -> list[str]:
+        """Return the names of the columns; none if the table is faulty, as training may not use it."""
+        with suppress(UsageError):
+            return [*self.read_table()]
+        return []
 
     @property
     def space(self) -> Space:

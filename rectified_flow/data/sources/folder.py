@@ -100,7 +100,7 @@ class FileFolder(ImageSource):
         return self.read(self.files[index]), self._labels[index]
 
     @override
-    def describe(self, index: int) -> str:
+    def place_of(self, index: int) -> str:
         return printable(self.files[index])
 
     @override
@@ -109,7 +109,7 @@ class FileFolder(ImageSource):
 
     @override
     def read_table(self) -> dict[str, list[Any]]:
-        return read_metadata(self._metadata, self.files)
+        return read_metadata(self._metadata, self.files, self.notes)
 
     def _note(self, what: str, files: Sequence[Path]) -> None:
         """Add a note on files that are not read, if there are any."""

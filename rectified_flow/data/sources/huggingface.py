@@ -82,6 +82,10 @@ class HuggingFaceSource(ImageSource):
             columns[name] = [None if label is None or label < 0 else names[label] for label in rows[name]]
         return columns
 
+    @override
+    def column_names(self) -> list[str]:
+        return [*self._rows.remove_columns(_columns(self._rows, "Image")).features]
+
     @cached_property
     def _label_column(self) -> str | None:
         kinds = self._rows.features

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from rectified_flow.cli.config import OneStepConfig, TrainConfig
 from rectified_flow.cli.data import data_of
 from rectified_flow.cli.settings import parse
+from rectified_flow.cli.training_flags import OneStepConfig, TrainConfig
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import flag_types, plain
 from rectified_flow.registry import build, describe
-from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.runs.training_config import TrainingConfig
 
 FLAGS = """
 dataset dataset_path image_size aspect_ratio crop alpha grey resize bits space

@@ -14,12 +14,12 @@ import pyarrow.parquet  # type: ignore[import-untyped]
 import pytest
 from PIL import Image
 
-from rectified_flow.data.build import open_store
 from rectified_flow.data.open import OxfordFlowersDataset, open_dataset
 from rectified_flow.data.sources.folder import FileFolder
 from rectified_flow.data.sources.huggingface import HuggingFaceSource
 from rectified_flow.data.sources.synthetic_flowers import SPECIES, SyntheticFlowers
 from rectified_flow.data.store import ImageDataset
+from rectified_flow.data.store_writer import open_store
 from rectified_flow.errors import DamageError, UsageError
 from tests.system.test_files import refusing
 
@@ -114,9 +114,7 @@ def test_a_real_folder_is_read_once_whatever_links_to_it(tmp_path: Path) -> None
     assert folder.class_names == ["bird", "cat", "dog"]
 
 
-def test_a_folder_that_cannot_be_read_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("cat/1.png", "dog/2.png"):
         save_picture(tmp_path / "pics" / name)
     scandir = os.scandir
@@ -127,8 +125,9 @@ def test_a_folder_that_cannot_be_read_is_named(
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", scan)
-    assert len(open_dataset("", tmp_path / "pics", image_size=8, cache_dir=tmp_path / "cache")) == 1
-    assert "unreadable folders, such as dog" in capsys.readouterr().out
+    opened = open_dataset("", tmp_path / "pics", image_size=8, cache_dir=tmp_path / "cache")
+    assert len(opened) == 1
+    assert "unreadable folders, such as dog" in opened.info.notes[0]
 
 
 def test_only_pictures_are_opened_whatever_they_are_called(tmp_path: Path) -> None:
@@ -254,14 +253,14 @@ def test_a_table_of_something_else_than_pictures(tmp_path: Path) -> None:
         open_dataset("", tmp_path, image_size=4)
 
 
-def test_pictures_of_other_kinds_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pictures_of_other_kinds_are_counted(tmp_path: Path) -> None:
     folder = tmp_path / "pictures"
     for name in ("1.png", "a/6.png"):
         save_picture(folder / name)
     for name in ("2.PSD", "3.psd", "4.cr2", "5.txt"):
         (folder / name).write_bytes(b"not read")
-    open_store(FileFolder(folder), 8, cache_dir=tmp_path / "cache")
-    said = "".join(capsys.readouterr())
+    store = open_store(FileFolder(folder), 8, cache_dir=tmp_path / "cache")
+    said = "\n".join(ImageDataset(store).info.notes)
     assert "left out 3 files of other formats (pip install pillow-heif " in said
     assert "to read heic and jxl), such as 2.PSD" in said
     assert "no classes: 1 pictures are in no subfolder, such as 1.png" in said

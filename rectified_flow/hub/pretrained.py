@@ -1,30 +1,27 @@
-"""Save flows for the Hugging Face hub, load them again, and write their model cards."""
+"""Save flows for the Hugging Face hub with their model cards, and load them again."""
 
 import json
-from collections.abc import Mapping
 from os.path import lexists
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from huggingface_hub import HfApi, ModelCard, ModelCardData, snapshot_download
+from huggingface_hub import HfApi, snapshot_download
 
-from rectified_flow.flags import plain, refuse, rules_of
+from rectified_flow.flags import refuse
 from rectified_flow.flows.flow import Flow, network_of
-from rectified_flow.load import Trained, build_flow, model_hash, read_results
+from rectified_flow.hub.card import model_card
+from rectified_flow.load import build_flow
 from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
-from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.folder import is_run
 from rectified_flow.system.artifact import claim
 from rectified_flow.system.files import replace_file
 
-LIBRARY = "rectified-flow-trainer"
 CONFIG_FILE, CARD_FILE = "config.json", "README.md"
-CARD_TEMPLATE = Path(__file__).with_name("model_card.md")
 PIPELINE_INDEX, PIPELINE_FOLDER = "model_index.json", "flow"
 """The file in which diffusers finds the classes of a pipeline and of its component, and the component's folder."""
-PIPELINE = Path(__file__).with_name("pipeline") / "pipeline.py"
+PIPELINE = Path(__file__).with_name("pipeline.py")
 """The code of both, which is copied into the folder of a model and into that of the component."""
 
 
@@ -98,51 +95,3 @@ def push_to_hub(flow: Flow, repo_id: str, *, private: bool | None = None, token:
         save_pretrained(flow, folder, **{"repo_id": repo_id, **card})
         where: dict[str, Any] = {"repo_id": repo_id, "folder_path": folder, "ignore_patterns": "*.manifest.*"}
         return str(api.upload_folder(**where, commit_message="Upload the model"))
-
-
-def model_card(flow: Flow, *, metadata: Mapping[str, Any] | None = None, **texts: Any) -> ModelCard:
-    """Return the README of a model, with a description and code that loads it."""
-    reads = any(getattr(kind, "is_text", False) for kind in flow.conditions.values())
-    task = "image-to-image" if flow.takes_source else "text-to-image" if reads else "unconditional-image-generation"
-    module = None if type(flow).__module__.startswith("rectified_flow.") else type(flow).__module__
-    return ModelCard.from_template(
-        ModelCardData(library_name=LIBRARY, pipeline_tag=task, **(metadata or {})),
-        template_path=str(CARD_TEMPLATE),
-        kind=type(flow).__name__,
-        module=module,
-        noun=flow.space.medium.noun,
-        shape=["b", *(flow.space.shape or ())],
-        sources=flow.takes_source,
-        conditions=", ".join(f"{name} ({type(kind).__name__.lower()})" for name, kind in flow.conditions.items()),
-        parameters=f"{sum(each.numel() for each in flow.network.parameters()) / 1e6:.1f}",
-        config=json.dumps(describe(flow), indent=1),
-        **texts,
-    )
-
-
-def card_of_run(trained: Trained, license_name: str | None) -> dict[str, Any]:
-    """Return arguments of :func:`model_card` on the data, the training, and the evaluation of the weights."""
-    flags, defaults, rules = trained.flags, plain(TrainingConfig()), rules_of(TrainingConfig)
-    data = trained.data
-    hub_id = None if data is None else data.hub_id
-    model = model_hash(trained.flow)
-    results = [
-        result
-        for result in read_results(trained.run_folder)
-        if Path(result.get("checkpoint", "")).name == trained.source.name
-        and result.get("model", model) == model
-        and result.get("weights") == trained.weights
-        and result.get("autoguidance", 1) == 1  # which needs another checkpoint, too
-    ]
-    shown = [name for name, rule in rules.items() if rule.recorded and not rule.local]  # nothing of this machine
-    training = {name: flags[name] for name in shown if flags.get(name, defaults[name]) != defaults[name]}
-    return {
-        "metadata": {
-            "license": license_name,
-            "datasets": None if hub_id is None else [hub_id],
-            "tags": ["flow-matching", "mean-flow" if trained.flow.is_map else "rectified-flow"],
-        },
-        "dataset": hub_id or Path("" if data is None else data.name).name,  # no path of this machine
-        "training": json.dumps(training, indent=1) if training else None,
-        "results": results,
-    }

@@ -7,10 +7,10 @@ from importlib import import_module
 
 try:
     # For an import statement, diffusers would advise `pip install rectified_flow`, which is another package.
-    trained = import_module("rectified_flow.pipeline.trained")
+    code = import_module("rectified_flow.hub.flow_pipeline")
 except ImportError as error:
     raise ImportError(
         "this model needs a recent version of the package rectified-flow-trainer: install it, or upgrade it"
     ) from error
 
-FlowPipeline, TrainedFlow = trained.FlowPipeline, trained.TrainedFlow
+FlowPipeline, TrainedFlow = code.FlowPipeline, code.TrainedFlow

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from accelerate import PartialState
 from torch import Tensor
-from tqdm.auto import tqdm
 
+from rectified_flow.data.census import counted_sentence
 from rectified_flow.data.framing import Framing
 from rectified_flow.data.sources import TRANSPARENT, Fitted, ImageSource, PictureRows, Row
 from rectified_flow.data.store import INFO_FILE, LABELS_FILE, ORIGINALS_FILE, RECIPE_FILE, Original
@@ -29,7 +29,7 @@ from rectified_flow.errors import BusyError, UsageError, first_line
 from rectified_flow.system.artifact import Artifact
 from rectified_flow.system.files import LOCK_TIMEOUT, flush, usable_path, writing
 from rectified_flow.system.machine import processors, require_disk
-from rectified_flow.system.terminal import progress_bar, shown, warn_once
+from rectified_flow.system.terminal import progress_bar, warn_once
 
 REMEDY = "pass a writable folder with `cache_dir`"
 Rows = Mapping[str, np.ndarray[Any, Any]]
@@ -137,7 +137,7 @@ def claimed(store: StoreWriter, remedy: str = REMEDY) -> Iterator[bool]:
 def fill(
     store: StoreWriter,
     make: Callable[[Sequence[int]], Mapping[str, Tensor]],
-    describe: Callable[[], Mapping[str, Any]],
+    info: Callable[[], Mapping[str, Any]],
     *,
     doing: str = "encoding",
     batch_size: int,
@@ -145,7 +145,7 @@ def fill(
     """Write the missing rows of a store that is claimed, record the progress after each block, and finish. Collective.
 
     Each process makes ``batch_size`` consecutive rows at once, ``[b, ...]`` by entry in the type to store. The main
-    process calls ``describe`` for the arguments of :meth:`StoreWriter.complete`. The progress bar shows ``doing``.
+    process calls ``info`` for the arguments of :meth:`StoreWriter.complete`. The progress bar shows ``doing``.
     """
     state = PartialState()
     block = batch_size * state.num_processes
@@ -165,7 +165,7 @@ def fill(
                 if state.is_main_process:
                     store.written(end)
                 bar.update(end - start)
-        on_main(state, lambda: store.complete(**describe()))
+        on_main(state, lambda: store.complete(**info()))
 
 
 STORE_VERSION, CHUNK = 7, 64  # version of the stored images, and number of images that are decoded at once
@@ -222,10 +222,10 @@ def _build(
         except Exception as error:  # decoders raise exceptions of many types
             if skip_broken_images:
                 return None
-            broken = f"broken image {source.describe(index)} ({getattr(error, 'strerror', None) or first_line(error)})"
+            broken = f"broken image {source.place_of(index)} ({getattr(error, 'strerror', None) or first_line(error)})"
             raise UsageError(f"{broken}: remove it, or pass `skip_broken_images`") from error
 
-    kept, broken, contents = list[tuple[Original, int]](), list[str](), set[bytes]()
+    kept, broken, contents, equal = list[tuple[Original, int]](), list[str](), set[bytes](), list[str]()
     remarked = defaultdict[str, list[str]](list)
     bar = progress_bar(total=len(numbers), desc=f"preparing {source.name}", unit="img")
     with bar, ThreadPoolExecutor(processors()) as pool:  # the decoder releases the GIL
@@ -234,15 +234,17 @@ def _build(
             for index, decoded in zip(chunk, pool.map(decode, chunk), strict=True):
                 bar.update()
                 if decoded is None:
-                    broken.append(source.describe(index))
+                    broken.append(source.place_of(index))
                     continue
                 (row, size, remarks), label = decoded
                 rows.add(row)
                 for remark in remarks:
                     remarked[remark].append(source.name_of(index))
                 written.append(row)
-                contents.add(blake2b(row.tobytes(), digest_size=16).digest())
                 kept.append((Original(source.name_of(index), *size), label))
+                content = blake2b(row.tobytes(), digest_size=16).digest()
+                equal += [kept[-1][0].name] * (content in contents)
+                contents.add(content)
             if written:
                 images = {"images": np.stack(written)}
                 if not store.shapes:
@@ -250,15 +252,13 @@ def _build(
                 store.write(len(kept) - len(written), images, durable=False)  # the whole store is flushed at the end
     if not kept:
         raise UsageError(f"none of the {len(broken)} images in {source.name} could be read")
-    if len(remarked[TRANSPARENT]) == len(kept):
+    if len(remarked.get(TRANSPARENT, [])) == len(kept):
         raise UsageError(f"all {len(kept)} pictures of {source.name} are {TRANSPARENT}: save them with visible pixels")
-    count = len(source) - len(numbers)
-    excluded = [f"left out {count} images by `exclude` or by the limit of their number"] if count else []
-    skipped = [f"skipped {len(broken)} broken images of {len(numbers)}; the first is {each}" for each in broken[:1]]
-    noted = [counted(len(names), remark, names[0]) for remark, names in remarked.items() if names]
-    for note in (*source.notes, *excluded, *skipped, *noted):
-        tqdm.write(shown(note))
+    # The census counts transparent rows, if they have an alpha channel.
+    shown = [what for what in remarked if what != TRANSPARENT or not rows.framing.alpha]
+    noted = [counted_sentence(len(remarked[what]), what, remarked[what][0]) for what in shown]
     originals, labels = zip(*kept, strict=True)
+    names, table = [original.name for original in originals], source.column_names()  # which may add a note
     (store.stage / ORIGINALS_FILE).write_text(json.dumps(originals))
     store.complete(
         np.asarray(labels, dtype=np.int64),
@@ -267,11 +267,14 @@ def _build(
         class_names=list(source.class_names) if min(labels) >= 0 else [],
         skipped=broken,
         framing=asdict(rows.framing),
-        duplicates=len(labels) - len(contents),
+        notes=[*source.notes, *_notes(len(source) - len(numbers), broken, equal), *noted, *rows.notes(names)],
+        table=table,
         **rows.info(source.name, {original[1:] for original in originals}),
     )
 
 
-def counted(count: int, what: str, name: str) -> str:
-    """Return a sentence that pictures have a property, with the name of one of them."""
-    return f"{count:,} {'picture is' if count == 1 else 'pictures are'} {what}, such as {name}"
+def _notes(excluded: int, broken: Sequence[str], equal: Sequence[str]) -> list[str]:
+    """Return sentences about images that were left out by flags or as broken, and about those that equal another."""
+    notes = [f"left out {excluded:,} images by `exclude` or by the limit of their number"] if excluded else []
+    notes += [f"skipped {len(broken):,} broken images; the first is {each}" for each in broken[:1]]
+    return notes + [counted_sentence(len(equal), "equal to an earlier one", each) for each in equal[:1]]

@@ -10,11 +10,11 @@ import torch
 from diffusers import DiffusionPipeline, ImagePipelineOutput
 from diffusers.image_processor import VaeImageProcessor
 
-from rectified_flow import hub
 from rectified_flow.condition import example_texts, read_written, written
 from rectified_flow.errors import UsageError
 from rectified_flow.flows.flow import Flow, sample_batches
 from rectified_flow.flows.solvers import Guidance
+from rectified_flow.hub.pretrained import load_pretrained, save_pretrained
 from rectified_flow.load import model_hash, solver_name
 from rectified_flow.system.pictures import GeneratedPicture, Provenance
 
@@ -27,7 +27,7 @@ class TrainedFlow:
     @classmethod
     def from_pretrained(cls, folder: str, **_options: Any) -> Flow:
         """Return the flow of the folder above ``folder``, ready to sample."""
-        return hub.load_pretrained(Path(folder).parent)
+        return load_pretrained(Path(folder).parent)
 
 
 class FlowPipeline(DiffusionPipeline):
@@ -45,7 +45,7 @@ class FlowPipeline(DiffusionPipeline):
 
     def save_pretrained(self, save_directory: str | Path, **_options: Any) -> None:
         """Save the model so that ``from_pretrained`` loads it; its files do not depend on options of diffusers."""
-        hub.save_pretrained(self.flow, save_directory)
+        save_pretrained(self.flow, save_directory)
 
     def __call__(
         self,

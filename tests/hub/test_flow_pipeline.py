@@ -15,10 +15,10 @@ from PIL import Image
 from rectified_flow.errors import UsageError
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.rectified import RectifiedFlow
-from rectified_flow.hub import PIPELINE, save_pretrained
+from rectified_flow.hub.flow_pipeline import FlowPipeline
+from rectified_flow.hub.pretrained import PIPELINE, save_pretrained
 from rectified_flow.load import model_hash
 from rectified_flow.networks.unet import Unet
-from rectified_flow.pipeline.trained import FlowPipeline
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.system.pictures import Provenance, read_provenance
 from rectified_flow.text.caption import Caption
@@ -110,7 +110,7 @@ def test_pictures_say_how_they_were_generated_once_they_are_saved(suffix: str, t
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "rectified_flow.pipeline.trained", None)
+    monkeypatch.setitem(sys.modules, "rectified_flow.hub.flow_pipeline", None)
     with pytest.raises(ImportError, match="needs a recent version of the package rectified-flow-trainer: install it"):
         runpy.run_path(str(PIPELINE))
 

@@ -1,0 +1,65 @@
+"""The model card of a flow, and what a run adds to it."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard, ModelCardData
+
+from rectified_flow.flags import plain, rules_of
+from rectified_flow.flows.flow import Flow
+from rectified_flow.load import Trained, model_hash, read_results
+from rectified_flow.registry import describe
+from rectified_flow.runs.training_config import TrainingConfig
+
+LIBRARY = "rectified-flow-trainer"
+CARD_TEMPLATE = Path(__file__).with_name("model_card.md")
+
+
+def model_card(flow: Flow, *, metadata: Mapping[str, Any] | None = None, **texts: Any) -> ModelCard:
+    """Return the README of a model, with a description and code that loads it."""
+    reads = any(getattr(kind, "is_text", False) for kind in flow.conditions.values())
+    task = "image-to-image" if flow.takes_source else "text-to-image" if reads else "unconditional-image-generation"
+    module = None if type(flow).__module__.startswith("rectified_flow.") else type(flow).__module__
+    return ModelCard.from_template(
+        ModelCardData(library_name=LIBRARY, pipeline_tag=task, **(metadata or {})),
+        template_path=str(CARD_TEMPLATE),
+        kind=type(flow).__name__,
+        module=module,
+        noun=flow.space.medium.noun,
+        shape=["b", *(flow.space.shape or ())],
+        sources=flow.takes_source,
+        conditions=", ".join(f"{name} ({type(kind).__name__.lower()})" for name, kind in flow.conditions.items()),
+        parameters=f"{sum(each.numel() for each in flow.network.parameters()) / 1e6:.1f}",
+        config=json.dumps(describe(flow), indent=1),
+        **texts,
+    )
+
+
+def card_of_run(trained: Trained, license_name: str | None) -> dict[str, Any]:
+    """Return arguments of :func:`model_card` on the data, the training, and the evaluation of the weights."""
+    flags, defaults, rules = trained.flags, plain(TrainingConfig()), rules_of(TrainingConfig)
+    data = trained.data
+    hub_id = None if data is None else data.hub_id
+    model = model_hash(trained.flow)
+    results = [
+        result
+        for result in read_results(trained.run_folder)
+        if Path(result.get("checkpoint", "")).name == trained.source.name
+        and result.get("model", model) == model
+        and result.get("weights") == trained.weights
+        and result.get("autoguidance", 1) == 1  # which needs another checkpoint, too
+    ]
+    shown = [name for name, rule in rules.items() if rule.recorded and not rule.local]  # nothing of this machine
+    training = {name: flags[name] for name in shown if flags.get(name, defaults[name]) != defaults[name]}
+    return {
+        "metadata": {
+            "license": license_name,
+            "datasets": None if hub_id is None else [hub_id],
+            "tags": ["flow-matching", "mean-flow" if trained.flow.is_map else "rectified-flow"],
+        },
+        "dataset": hub_id or Path("" if data is None else data.name).name,  # no path of this machine
+        "training": json.dumps(training, indent=1) if training else None,
+        "results": results,
+    }

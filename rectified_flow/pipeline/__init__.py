@@ -1,1 +1,0 @@
-"""A trained flow as a pipeline of diffusers."""

@@ -1,0 +1,133 @@
+"""Tests of the sheet of the data: the pictures of the first steps, the words, and who writes it when."""
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from rectified_flow.data.report import sentences
+from rectified_flow.flows.flow import Flow
+from rectified_flow.runs.log import RunLog
+from rectified_flow.spaces.space import with_augmentation
+from rectified_flow.system.pictures import encode_picture
+from rectified_flow.training.sheet import (
+    CHEQUER,
+    SHADES,
+    WORDS,
+    DataSheet,
+    DataSheetHook,
+    over_chequers,
+    read_proof,
+)
+from tests.ranks import run_on_ranks
+from tests.training.runs import RECTIFIED, build_trainer, tiny_config, tiny_dataset
+
+
+def first_steps(folder: Path) -> tuple[Tensor, Tensor, list[int]]:
+    """Train three steps of 16; return the pictures of the sheet, those of the steps, and the names of the dataset."""
+    dataset = tiny_dataset(folder / "cache", 60)
+    trainer = build_trainer(tiny_config(folder / "run", train_num_steps=3, sample_every=0), dataset)
+    flow, seen = cast(Flow, trainer.flow), list[Tensor]()
+    draw = flow.draw_batch
+
+    def drawing(batch: dict[str, Any]) -> Any:
+        drawn = draw(batch)
+        seen.append(flow.space.medium.render(flow.space.decode(drawn[0])).cpu())
+        return drawn
+
+    shown, sources, _ = DataSheet(flow, trainer.dataset, [], dataset, trainer.config.seed, 16)._drawn()
+    assert sources is None
+    cast(Any, flow).draw_batch = drawing
+    trainer.train()
+    order = [int(name) for name in dataset.names]
+    return shown, torch.cat(seen), order
+
+
+def test_it_shows_the_pictures_of_the_first_steps_with_their_mirror_images(tmp_path: Path) -> None:
+    [(shown, seen, _)] = run_on_ranks(1, first_steps, tmp_path)
+    assert shown.shape == (48, 3, 8, 8)
+    assert torch.equal(shown, seen)
+
+
+def written_by(folder: Path, steps: int) -> tuple[bytes | None, str]:
+    """Train so many steps with a hook that also counts its calls; return the sheet as the first step begins."""
+    dataset = tiny_dataset(folder / "cache")
+    os.chdir(folder)
+    hook = DataSheetHook(sentences(dataset, {"labels"}, mirrored=True), dataset)
+    found = list[bytes | None]()
+
+    class Look(DataSheetHook):
+        def on_step(self, _trainer: Any) -> None:
+            path = folder / "run/data.png"
+            found.append(path.read_bytes() if path.exists() else None)
+
+        def on_start(self, trainer: Any) -> None:
+            """Write nothing."""
+
+    config = tiny_config(folder / "run", train_num_steps=steps, sample_every=0, save_every=0)
+    build_trainer(config, dataset, RECTIFIED, callbacks=[hook, Look([])]).train()
+    return found[0], read_proof(folder / "run/data.png") or ""
+
+
+def test_the_main_process_writes_it_before_the_first_step_and_a_resumed_run_keeps_it(tmp_path: Path) -> None:
+    (first, proof), _ = run_on_ranks(2, written_by, tmp_path, 2)
+    path = tmp_path / "run/data.png"
+    assert first == path.read_bytes()
+    assert "half of the pictures are mirrored" in Image.open(path).info[WORDS]
+    time = path.stat().st_mtime_ns
+    [(again, same)] = run_on_ranks(1, written_by, tmp_path, 3)
+    assert (again, same, path.stat().st_mtime_ns) == (first, proof, time)
+    Image.new("RGB", (8, 8)).save(path)  # such as of an older version
+    [(last, same)] = run_on_ranks(1, written_by, tmp_path, 4)
+    assert last is not None
+    assert same == proof
+
+
+def test_words_and_changes_of_the_drawing_make_another_sheet(tmp_path: Path) -> None:
+    dataset = tiny_dataset(tmp_path)
+    flow = RECTIFIED.build(dataset)
+    one = DataSheet(flow, dataset, ["a"], dataset, 0, 16)
+    other = DataSheet(flow, dataset.subset(range(9)), ["a"], dataset, 0, 16)
+    changed = RECTIFIED.build(dataset)
+    changed.space = with_augmentation(changed.space, 0.5)
+    sheets = [
+        one,
+        other,
+        DataSheet(flow, dataset, ["b"], dataset, 0, 16),
+        DataSheet(changed, dataset, ["a"], None, 0, 4),
+    ]
+    assert len({sheet.fingerprint for sheet in sheets}) == 4
+    assert one.fingerprint == DataSheet(flow, dataset, ["a"], dataset, 1, 4).fingerprint, "as of a resumed run"
+
+
+def test_transparent_parts_show_a_chequered_ground() -> None:
+    pictures = torch.zeros(1, 4, 2 * CHEQUER, 2 * CHEQUER, dtype=torch.uint8)
+    pictures[:, :3], pictures[:, 3, :, :1] = 10, 255
+    shown = over_chequers(pictures)
+    assert shown[0, :, :, 0].unique().tolist() == [10], "an opaque column"
+    assert [int(shown[0, 0, 0, x]) for x in (1, CHEQUER)] == list(SHADES)
+
+
+class Tracker:
+    """A tracker that keeps pictures."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.pictures = name, list[tuple[str, tuple[int, ...], int]]()
+
+    def log_images(self, values: dict[str, Any], step: int, **_layout: str) -> None:
+        self.pictures += [(name, value.shape, step) for name, value in values.items()]
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_trackers_get_it(name: str, tmp_path: Path) -> None:
+    tracker = Tracker(name)
+    log = RunLog(cast(Any, SimpleNamespace(trackers=[tracker])), tmp_path, 0)
+    log.picture("data", tmp_path / "data.png", encode_picture(np.zeros((4, 5, 3), np.uint8)), 0)
+    assert tracker.pictures == [("data", (1, 4, 5, 3), 0)]
+    assert (tmp_path / "data.png").exists()
