@@ -19,7 +19,7 @@ from rectified_flow.errors import UsageError
 from rectified_flow.networks.unet import Unet
 from rectified_flow.randomness import BatchRows, Samples, deterministic
 from rectified_flow.registry import build, describe
-from tests.networks.test_unet import small
+from tests.networks.tiny_unets import small
 
 CPU = torch.device("cpu")
 BOTH: ConditionSpecs = {"labels": Labels(3, ("a", "b", "c")), "place": Number((0.0, 9.0))}

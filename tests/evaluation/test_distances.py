@@ -21,6 +21,7 @@ from rectified_flow.evaluation.distances import (
     share_of_copies,
 )
 from rectified_flow.evaluation.features import Features, average_colours, reference_features
+from tests.programs import frechet_of_few
 
 
 def normal(count: int, seed: int, scale: float = 1.0, shift: float = 0.0) -> torch.Tensor:
@@ -37,6 +38,12 @@ def test_frechet_distance_of_normal_distributions() -> None:
     real = normal(20_000, 0)
     assert frechet_distance(real, normal(20_000, 1, scale=2, shift=0.5)) == pytest.approx(4 * 0.25 + 4, rel=0.03)
     assert frechet_distance(real, real) == pytest.approx(0, abs=1e-4)
+
+
+def test_the_frechet_distance_of_few_samples_in_the_tests_is_that_of_the_program() -> None:
+    real, generated = normal(24, 0), normal(9, 1, scale=2, shift=0.5)
+    assert frechet_of_few(real, generated) == pytest.approx(frechet_distance(real, generated), rel=1e-4)
+    assert frechet_of_few(real[:3], generated[:2]) == pytest.approx(frechet_distance(real[:3], generated[:2]), rel=1e-3)
 
 
 def test_kernel_distance_is_unbiased_and_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
