@@ -72,19 +72,19 @@ def _of_pictures(flags: FramedFlags, data: PictureData, source: ImageSource) -> 
     is_free = is_free and name_of(flags.pictures.space) in ("", Pixels.__name__)
     if found.is_grey and is_free and not flags.pictures.alpha and "grey" not in flags.given:
         chosen["grey"] = True
-        notes.append("all pictures are grey, so the samples are grey, too (`no_grey` trains on three channels)")
+        notes.append("all pictures are grey, so the samples are grey, too (--no_grey trains on three channels)")
     if found.resize == "nearest" and flags.pictures.resize is None:
         chosen["resize"] = "nearest"
-        notes.append("pixel art or label maps are resized without new colours (`resize` lanczos smooths them)")
+        notes.append("pixel art or label maps are resized without new colours (--resize lanczos smooths them)")
     if found.bits < 16 and flags.pictures.bits is None:
         chosen["bits"] = found.bits
         brightest = f"the values in files of 16 bits are at most {2**found.bits - 1:,}"
-        notes.append(f"{brightest}, so this value becomes white (`bits` 16 keeps them dark)")
+        notes.append(f"{brightest}, so this value becomes white (--bits 16 keeps them dark)")
     if flags.source.source_path is not None and flags.source.source_resize is None:
         theirs = replace(data.pictures, dataset_path=flags.source.source_path, exclude=(), limit=None).find()
         if survey(theirs, framing, range(len(theirs))).resize == "nearest":
             chosen["source_resize"] = "nearest"
-            notes.append("sources of few colours are resized without new colours (`source_resize` lanczos smooths)")
+            notes.append("sources of few colours are resized without new colours (--source_resize lanczos smooths)")
     return chosen, notes
 
 

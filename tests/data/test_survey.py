@@ -79,7 +79,7 @@ def test_a_coloured_picture_among_grey_ones_is_named(tmp_path: Path) -> None:
     save(tmp_path / "pics", "b.png", np.full((8, 8, 3), (255, 0, 0), np.uint8))
     dataset = opened(tmp_path / "pics", Framing(8, 8, grey=True))
     assert dataset[1]["images"].unique().tolist() == [76], "0.299 of 255"
-    said = "1 picture is coloured, but trained on in grey (`no_grey` keeps the colours), such as b.png"
+    said = "1 picture is coloured, but trained on in grey because of `grey`, such as b.png"
     assert said in dataset.info.notes
 
 
@@ -131,7 +131,7 @@ def test_a_crop_that_keeps_less_than_half_is_said(framing: Framing, kept: float,
     save(tmp_path / "pics", "wide.png", noise(40, 2000, 3))
     assert framing.kept(2000, 40) == pytest.approx(kept)
     notes = opened(tmp_path / "pics", framing).info.notes
-    said = "1 picture is cropped to less than half of their area (`aspect_ratio` and `crop` none keep more), such as"
+    said = "1 picture is cropped to less than half of the area (`aspect_ratio` and `crop` none keep more), such as"
     assert any(note.startswith(said) for note in notes) == is_said
     assert Framing(8, 8).kept(3, 2) == pytest.approx(2 / 3)
 

@@ -16,8 +16,8 @@ from rectified_flow.system.pictures import decoded, framed, is_grey, is_wholly_t
 
 Row = np.ndarray[Any, np.dtype[Any]]
 TRANSPARENT = "wholly transparent"
-TOO_WIDE = "cropped to less than half of their area (`aspect_ratio` and `crop` none keep more)"
-COLOURED = "coloured, but trained on in grey (`no_grey` keeps the colours)"
+TOO_WIDE = "cropped to less than half of the area (`aspect_ratio` and `crop` none keep more)"
+COLOURED = "coloured, but trained on in grey because of `grey`"
 MIN_KEPT = 0.5  # share of the area of a picture below which its crop is reported
 
 
