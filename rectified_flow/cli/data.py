@@ -56,6 +56,9 @@ def _described(pictures: DataConfig, source: SourceConfig, columns: ColumnConfig
         aspect_ratio=pictures.aspect_ratio,
         crop=pictures.crop,
         alpha=pictures.alpha,
+        grey=pictures.grey,
+        resize=pictures.resize or "lanczos",
+        bits=pictures.bits or 16,
         space=pictures.space,
         exclude=pictures.exclude,
         options=tuple(options),
@@ -66,7 +69,9 @@ def _described(pictures: DataConfig, source: SourceConfig, columns: ColumnConfig
     data = PictureData(
         described,
         Columns(columns.condition_on, columns.text_encoder, columns.text_tokens) if columns.condition_on else None,
-        None if source.source_path is None else Sources(source.source_path, source.paired),
+        None
+        if source.source_path is None
+        else Sources(source.source_path, source.paired, source.source_resize or "lanczos"),
         degradation,
         pictures.holdout,
         seed,

@@ -15,11 +15,12 @@ from rectified_flow.cli.build import build_flow, choose_network, divisor_of, joi
 from rectified_flow.cli.checks import check_flags, check_items, check_sides, check_space
 from rectified_flow.cli.data import build_space, find_data, flags_of_files
 from rectified_flow.cli.distill import DistillationData, open_distilled
+from rectified_flow.cli.framing import FramedFlags, framing_of
 from rectified_flow.cli.record import DATA_FLAGS, check_one_step, distillation_of, with_record
 from rectified_flow.cli.settings import Settings
 from rectified_flow.cli.training_flags import UNET, EvaluationConfig, OneStepConfig, TrainConfig, seconds_of
 from rectified_flow.condition import ConditionSpecs
-from rectified_flow.data.description import RunData, with_sources
+from rectified_flow.data.description import PictureData, RunData, with_sources
 from rectified_flow.data.report import sentences
 from rectified_flow.data.sources import ImageSource
 from rectified_flow.data.store import ImageDataset, StoreDataset
@@ -99,18 +100,23 @@ def train_run(settings: Settings[TrainConfig]) -> bool:
     settings, has_begun = with_record(settings)
     values = settings.values
     distilled = distillation_of(values)
-    has_length, is_own = "train_num_steps" in settings.fixed, values.has_own_data
-    asked = facts.budget_of(program, is_own=is_own, has_length=has_length)
+    asked = facts.budget_of(program, is_own=values.has_own_data, has_length="train_num_steps" in settings.fixed)
     budget = None if has_begun else asked
     settings = settings.resolving(flags_of_files(values.data, may_choose=not has_begun and distilled is None))
     values = settings.values
     data, found = find_data(values.data, values.source, values.columns)
-    if not data.has_pictures:
+    if not isinstance(data, PictureData):
         check_items(settings.given, data.name)
-    elif not has_begun and distilled is None and facts.may_choose(program, is_own=is_own):
-        settings = with_recipe(settings, found, budget)
+    elif not has_begun and distilled is None:
+        if facts.may_choose(program, is_own=values.has_own_data):
+            settings = with_recipe(settings, found, budget)
+        values, columns = settings.values, values.columns.condition_on
+        flags = FramedFlags(values.data, values.source, values.init, columns, settings.given)
+        chosen, notes = framing_of(flags, data, found)
+        settings = settings.resolving(chosen)
         values = settings.values
         data, found = find_data(values.data, values.source, values.columns)
+        found.notes = [*found.notes, *notes]
 
     # All checks that need no data precede the decoding of the pictures, which can take hours.
     space = build_space(values.data, found)
@@ -135,9 +141,13 @@ def train_run(settings: Settings[TrainConfig]) -> bool:
     space = build_space(values.data, opened, teacher)
     split = None
     if data.has_pictures and distilled is None:
-        stops, seed = values.evaluation.stop_when_memorising, values.data.data_seed or 0
-        is_given = "holdout" in settings.given
-        split = hold_out_pictures(opened, values.data.holdout, seed, is_given=is_given, stops=stops)
+        split = hold_out_pictures(
+            opened,
+            values.data.holdout,
+            values.data.data_seed or 0,
+            is_given="holdout" in settings.given,
+            stops=values.evaluation.stop_when_memorising,
+        )
     opened = with_sources(opened, data, space)
     rows = opened
     if distilled is None and not program.dry_run:  # before the plan, which then knows the time that encoding takes
@@ -273,8 +283,9 @@ def with_plan(
     """
     values, distilled = settings.values, distillation_of(settings.values)
     if budget is None:
-        facts.print_speed(values.run, speed_of(settings, conditions, space), _items_of(distilled, count))
-        return settings, None
+        items = _items_of(distilled, count)
+        facts.print_speed(values.run, speed_of(settings, conditions, space), items)
+        return settings.resolving(facts.short_warm_up(values.run, items, settings.given)), None
     network, fixed = choose_network(values.network), settings.fixed
     if facts.is_free(network, values.network, settings.given):
         fixed = fixed - {"network", *plan.UNET_FLAGS}

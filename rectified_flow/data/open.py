@@ -9,7 +9,7 @@ from typing import Any, cast
 from torch.utils.data import Dataset
 
 from rectified_flow.data import OXFORD_FLOWERS
-from rectified_flow.data.framing import Crop, Framing
+from rectified_flow.data.framing import Bits, Crop, Framing, Resize
 from rectified_flow.data.metadata import ColumnSpec, choose_columns
 from rectified_flow.data.sources import ImageSource
 from rectified_flow.data.sources.folder import FileFolder, find_files
@@ -41,6 +41,9 @@ class Pictures:
         crop: part to keep: ``center``, ``random`` or ``none``. For random parts, images have a margin, and the
             space of a flow must know the shape of the parts: ``Pixels((3, image_size, image_size))``.
         alpha: keep transparency, as a fourth channel.
+        grey: keep the brightness alone, as a single channel.
+        resize: filter that resizes the pictures: ``lanczos`` or ``nearest``.
+        bits: number of bits of the values in files of 16 bits, which are read as pictures.
         space: name of the space of the data, and its arguments ``KEY=VALUE``. ``Fields`` reads the files of the folder
             as measurements, in their own type, instead of as uint8 pictures. With ``channels_last=True``, the last axis
             of an array is that of the channels; with ``store_bits=16``, floats are stored with 16 bits.
@@ -60,6 +63,9 @@ class Pictures:
     aspect_ratio: str = "1:1"
     crop: Crop = "center"
     alpha: bool = False
+    grey: bool = False
+    resize: Resize = "lanczos"
+    bits: Bits = 16
     space: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
@@ -70,7 +76,15 @@ class Pictures:
     @property
     def framing(self) -> Framing:
         """The form in which the pictures are stored and trained on."""
-        return Framing.of(self.image_size, self.aspect_ratio, alpha=self.alpha, crop=self.crop)
+        return Framing.of(
+            self.image_size,
+            self.aspect_ratio,
+            alpha=self.alpha,
+            crop=self.crop,
+            grey=self.grey,
+            resize=self.resize,
+            bits=self.bits,
+        )
 
     @property
     def _columns(self) -> dict[str, str]:

@@ -19,6 +19,7 @@ from rectified_flow.system.files import open_regular
 FIELD_SUFFIXES = frozenset({".npy", ".tif", ".tiff", ".png"})
 TYPES = ("uint8", "uint16", "int16", "int32", "uint32", "float16", "float32", "float64")
 """Types of values that are read and written; bool is read as uint8."""
+RGB, UNSPECIFIED = 2, 0  # values of the tags of a TIFF's colours, and of its samples beside the colours
 REDUCED, MASK = 1, 4  # bits of the tag of a TIFF's page that is a smaller copy, or a mask
 RESOLUTION, NODATA = 282, 42113  # tags of a TIFF's resolution, and of GDAL's value that stands for "unknown"
 
@@ -164,8 +165,9 @@ def _nodata(tags: Any) -> float | None:
 def is_measured(file: Path) -> bool:
     """Return whether a picture file holds measurements rather than a picture, by its header.
 
-    These are values of 16 or more bits or of float, or a TIFF file with 2 or more than 4 channels or with several
-    pages. Neither tifffile nor imagecodecs is needed. Returns False for a file that cannot be read.
+    These are values of 16 or more bits or of float, or a TIFF file with 2 or more than 4 channels, with a fourth one
+    that is no transparency, or with several pages. Neither tifffile nor imagecodecs is needed. Returns False for a file
+    that cannot be read.
     """
     with suppress(Exception), open_regular(file) as stream:  # decoders raise exceptions of many types
         head = stream.read(26)
@@ -177,6 +179,8 @@ def is_measured(file: Path) -> bool:
         stream.seek(page.next)
         page.load(stream)
         has_values = max(page.get(258, (1,))) > 8 or page.get(277, 1) not in (1, 3, 4)  # bits, and number of channels
+        # A fourth channel beside RGB that is no transparency, such as near infrared.
+        has_values |= page.get(262) == RGB and page.get(277) == 4 and UNSPECIFIED in page.get(338, (UNSPECIFIED,))
         if has_values or not page.next:
             return has_values
         stream.seek(page.next)  # a second page of full size is a second channel

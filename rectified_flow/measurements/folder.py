@@ -9,7 +9,7 @@ import numpy as np
 from typing_extensions import override
 
 from rectified_flow.data.framing import Framing
-from rectified_flow.data.sources import PictureRows, Row
+from rectified_flow.data.sources import Fitted, PictureRows, Row
 from rectified_flow.data.sources.folder import FileFolder, is_image
 from rectified_flow.data.sources.kinds import OTHER_FORMATS
 from rectified_flow.errors import UsageError, first_line
@@ -35,12 +35,12 @@ class FieldRows(PictureRows):
         self.low, self.high, self.has_missing = np.full(channels, np.inf), np.full(channels, -np.inf), False
 
     @override
-    def fit(self, image: Array) -> tuple[Row, tuple[int, int]]:
+    def fit(self, image: Array) -> Fitted:
         with np.errstate(over="ignore"):
             row = fit_field(image, self.framing.stored_size, pad=self.framing.crop == "none").astype(self.space.dtype)
         if np.isinf(row).any():
             raise ValueError(f"it holds an infinite value, or one too large for {self.space.dtype}; write NaN instead")
-        return row, (image.shape[2], image.shape[1])
+        return Fitted(row, (image.shape[2], image.shape[1]))
 
     @override
     def add(self, row: Row) -> None:

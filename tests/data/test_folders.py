@@ -162,7 +162,7 @@ def test_pictures_of_other_modes_keep_their_transparency_with_any_profile(
 ) -> None:
     image = Image.new("RGBA", (8, 8), (100, 100, 100, 128)).convert(mode)
     image.save(tmp_path / "1.tif", icc_profile=content)
-    pixels = np.asarray(fit(open_picture(tmp_path / "1.tif"), (4, 4), alpha=True)).astype(int)
+    pixels = np.asarray(fit(open_picture(tmp_path / "1.tif"), (4, 4), mode="RGBA")).astype(int)
     assert abs(pixels[..., :3] - 100).max() <= 3
     assert np.all(pixels[..., 3] == (128 if mode == "RGBA" else 255))
 
