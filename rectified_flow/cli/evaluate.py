@@ -50,6 +50,7 @@ def evaluate(config: EvaluateConfig) -> None:
         batch_size=config.model.batch_size,
         held_out=held_out,
         metrics=measure.metric or flow.space.medium.metrics,
+        medium=flow.space.medium,
     )
     settings = _settings(config, trained, state)
     texts = {"results": str(folder / RESULTS_FILE)}

@@ -359,7 +359,12 @@ def _callbacks(
     if not hasattr(opened, "read_pictures"):  # items of a registered dataset
         real = RenderedItems(opened, flow.space, name)
     evaluator = Evaluator(
-        real, flags.feature_network, num_samples=flags.evaluation_samples, seed=run.seed, held_out=unseen
+        real,
+        flags.feature_network,
+        num_samples=flags.evaluation_samples,
+        seed=run.seed,
+        held_out=unseen,
+        medium=flow.space.medium,
     )
     return [EvaluationHook(evaluator, flags.evaluate_every, keeps_best=not flags.stop_when_memorising)]
 

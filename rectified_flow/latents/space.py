@@ -180,6 +180,16 @@ class EncodedPictures(Pictures):
     def stored(self, data: Tensor) -> Tensor:
         return self.space.latents_of(data)
 
+    @property
+    @override
+    def codec(self) -> str:
+        return key_of(self.space.autoencoder.fingerprint)
+
+    @override
+    def reconstructed(self, pictures: Tensor) -> Tensor:
+        space = self.space
+        return self.render(space.decode(space.encode(space.latents_of(pictures))))
+
     @override
     def rows(self, dataset: Any, *, mirrored: bool) -> tuple[Any, Space]:
         """Return the latents of all pictures and of their sources, and the space with the scales of the latents."""
