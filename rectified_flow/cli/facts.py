@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from math import ceil, inf
@@ -34,6 +35,7 @@ from rectified_flow.data.sources import ImageSource, Row
 from rectified_flow.data.sources.folder import FileFolder
 from rectified_flow.data.sources.huggingface import HuggingFaceSource
 from rectified_flow.data.sources.synthetic_flowers import SYNTHETIC_FLOWERS
+from rectified_flow.data.store_writer import is_stored
 from rectified_flow.data.survey import survey
 from rectified_flow.distributed import on_main
 from rectified_flow.errors import UsageError
@@ -47,14 +49,15 @@ from rectified_flow.registry import names
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.training_config import TrainingConfig
 from rectified_flow.spaces.space import Space
-from rectified_flow.system.machine import free_memory, memory
+from rectified_flow.system.machine import free_memory, memory, processors
 from rectified_flow.system.terminal import duration, line, lines
 from rectified_flow.training.clock import Clock
 from rectified_flow.training.optimizers import find_optimizer
 from rectified_flow.training.speed import Speed, measure_speed
 from rectified_flow.training.trainer import choose_precision
 
-TRIED = 16  # number of pictures that an autoencoder is tried on
+TRIED = 16  # number of pictures that an autoencoder is tried on, and that are decoded to measure the time
+READING_SHARE = 1 / 3  # of the time: if reading all pictures takes longer, some are left out
 SHORTEST_WARM_UPS = 4  # least length of a run by default, as a multiple of its warm-up; a guess
 DEFAULT_BUDGET = "1h"
 """Budget of runs on a folder of pictures and of runs with a teacher, unless a flag gives the length."""
@@ -192,7 +195,6 @@ def round_trip_error(source: ImageSource, data: DataConfig) -> float:
     Returns:
         The median of the root mean square errors of the pictures [levels of 256]; 0 if none can be read.
     """
-
     # Pictures for random crops have a margin, which is no part of what is encoded.
     data = replace(data, crop="center") if data.crop == "random" else data
 
@@ -211,6 +213,40 @@ def round_trip_error(source: ImageSource, data: DataConfig) -> float:
         return 255 * float(errors.square().flatten(1).mean(dim=1).sqrt().median())
 
     return on_main(PartialState(), measure)
+
+
+def readable(source: ImageSource, data: DataConfig, budget: str) -> dict[str, int]:
+    """Return the number of pictures to read, as a flag, if all would take too much of the time. Collective.
+
+    Args:
+        source: the pictures.
+        data: the flags of the pictures.
+        budget: the time of the run in words.
+    """
+    framing, numbers = data.framing, source.numbers_without(data.exclude, data.max_train_samples)
+
+    def picture_time() -> float:
+        if is_stored(source, framing, data.cache_dir, exclude=data.exclude):
+            return 0.0
+        rows, some = source.rows(framing), numbers[:: 1 + (len(numbers) - 1) // TRIED]
+
+        def decode(number: int) -> None:
+            with suppress(Exception):  # a broken picture is reported when all are decoded
+                rows.fit(source.load(number)[0])
+
+        began = time.monotonic()
+        with ThreadPoolExecutor(processors()) as pool:
+            [*pool.map(decode, some)]
+        return (time.monotonic() - began) / len(some)
+
+    each, room = on_main(PartialState(), picture_time), READING_SHARE * seconds_of(budget)
+    if not numbers or each * len(numbers) <= room:
+        return {}
+    count = max(1, int(room / each))
+    whole = duration(each * len(numbers))
+    text = f"{count:,} of {len(numbers):,}, as reading all takes {whole}; --max_train_samples overrides the choice"
+    PartialState().print(line("pictures", text))
+    return {"max_train_samples": count}
 
 
 def facts_of(

@@ -1,6 +1,6 @@
 """The training program: open the data, plan the run, build the flow, train."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -59,34 +59,37 @@ def train(settings: Settings[TrainConfig]) -> bool:
     program = settings.values.program
     if not program.one_step or program.dry_run:
         return train_run(settings)
-    second = one_step_of(settings, spent=0.0)
+    own, budget = settings.layers.get("given", {}), program.budget or facts.DEFAULT_BUDGET
+    second = one_step_of(settings.values.run, own, budget, spent=0.0)
     distilled, run = distillation_of(second.values), second.values.run
     on_main(join(settings.values), lambda: check_one_step(run, second.values.method, distilled))
     if not train_run(settings):
         return False
-    second = one_step_of(settings, spent=facts.seconds_since(settings.began))
+    second = one_step_of(settings.values.run, own, budget, spent=facts.seconds_since(settings.began))
     AcceleratorState._reset_state()  # the run may have another precision
     return train_run(second)
 
 
-def one_step_of(settings: Settings[TrainConfig], *, spent: float) -> Settings[TrainConfig]:
+def one_step_of(run: TrainingConfig, given: Mapping[str, Any], budget: str, *, spent: float) -> Settings[TrainConfig]:
     """Return the settings of the one-step generator of ``--one_step``: this machine's flags, and the time that is left.
 
     The generator gets at most half of the budget, and at least a tenth. A generator that has begun has a clock of its
     own.
 
     Args:
-        settings: the settings of the run.
+        run: the flags of the run that it learns from.
+        given: the flags of the command line.
+        budget: the time of both in words.
         spent: the time that the run took [s].
     """
-    rules, run, given = rules_of(TrainConfig), settings.values.run, settings.layers.get("given", {})
+    rules = rules_of(TrainConfig)
     flags = {name: value for name, value in given.items() if rules[name].local and name not in DATA_FLAGS}
     flags |= {"teacher": run.output_dir, "output_dir": run.output_dir / "one-step", "seed": run.seed}
     if run.checkpoint_dir is not None:
         flags["checkpoint_dir"] = run.checkpoint_dir / "one-step"
-    if not (flags["output_dir"] / CLOCK_FILE).exists():
-        budget = seconds_of(settings.values.program.budget or facts.DEFAULT_BUDGET)
-        flags["budget"] = f"{min(max(budget - spent, budget / 10), budget / 2):.1f}s"
+    if not (run.output_dir / "one-step" / CLOCK_FILE).exists():
+        seconds = seconds_of(budget)
+        flags["budget"] = f"{min(max(seconds - spent, seconds / 10), seconds / 2):.1f}s"
     return Settings(OneStepConfig, {"given": flags})
 
 
@@ -108,12 +111,7 @@ def train_run(settings: Settings[TrainConfig]) -> bool:
     if not isinstance(data, PictureData):
         check_items(settings.given, data.name)
     elif not has_begun and distilled is None:
-        if facts.may_choose(program, is_own=values.has_own_data):
-            settings = with_recipe(settings, found, budget)
-        values, columns = settings.values, values.columns.condition_on
-        flags = FramedFlags(values.data, values.source, values.init, columns, settings.given)
-        chosen, notes = framing_of(flags, data, found)
-        settings = settings.resolving(chosen)
+        settings, notes = with_pictures(settings, data, found, budget)
         values = settings.values
         data, found = find_data(values.data, values.source, values.columns)
         found.notes = [*found.notes, *notes]
@@ -245,6 +243,29 @@ def write_sheet_of_dry_run(
             state.print(line("data sheet", path))
 
     on_main(state, write)
+
+
+def with_pictures(
+    settings: Settings[TrainConfig], data: PictureData, source: ImageSource, budget: str | None
+) -> tuple[Settings[TrainConfig], list[str]]:
+    """Return the settings with those that suit the pictures of a new run, and sentences about them. Collective.
+
+    Args:
+        settings: the settings of the run.
+        data: the description of the pictures.
+        source: the pictures.
+        budget: the time of the run in words, or None.
+    """
+    if facts.may_choose(settings.values.program, is_own=settings.values.has_own_data):
+        settings = with_recipe(settings, source, budget)
+    values, columns = settings.values, settings.values.columns.condition_on
+    chosen, notes = framing_of(
+        FramedFlags(values.data, values.source, values.init, columns, settings.given), data, source
+    )
+    settings = settings.resolving(chosen)
+    if budget is not None and {"max_train_samples", "paired"}.isdisjoint(settings.given):
+        settings = settings.with_layer("plan", facts.readable(source, settings.values.data, budget))
+    return settings, notes
 
 
 def with_recipe(settings: Settings[TrainConfig], source: ImageSource, budget: str | None) -> Settings[TrainConfig]:

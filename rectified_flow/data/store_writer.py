@@ -193,18 +193,38 @@ def open_store(
     ``limit``, only so many images, spread over the source, are read.
     """
     framing = Framing(framing, framing) if isinstance(framing, int) else framing
-    rows = source.rows(framing)
+    store = _store_of(source, framing, cache_dir, exclude, limit, skip_broken_images=skip_broken_images)
+    with store.claimed(REMEDY) as is_missing:
+        if is_missing:
+            with store.building():
+                numbers = source.numbers_without(exclude, limit)
+                _build(store, source, numbers, source.rows(framing), skip_broken_images)
+    return store.path
+
+
+def is_stored(source: ImageSource, framing: Framing, cache_dir: Path | None = None, *, exclude: Sequence[str]) -> bool:
+    """Return whether all images of ``source`` but the excluded ones are in a store, so that opening them is quick."""
+    both = (_store_of(source, framing, cache_dir, exclude, None, skip_broken_images=skips) for skips in (False, True))
+    return any(store.is_whole for store in both)
+
+
+def _store_of(
+    source: ImageSource,
+    framing: Framing,
+    cache_dir: Path | None,
+    exclude: Sequence[str],
+    limit: int | None,
+    *,
+    skip_broken_images: bool,
+) -> StoreWriter:
+    """Return the store of the images of ``source``, which may be missing."""
     chosen = [*sorted(exclude), *([] if limit is None else [limit])]
+    rows = source.rows(framing)
     key = key_of(STORE_VERSION, source.fingerprint, *astuple(framing), skip_broken_images, *rows.key, *chosen)
     slug = "".join(c if c.isalnum() else "-" for c in source.name).strip("-")[-40:]
     cache_dir = default_cache_dir() if cache_dir is None else usable_path("`cache_dir`", cache_dir)
     path = cache_dir / f"{slug}-{framing.size_text}px-{key}"
-    store = StoreWriter(path, len(source), "image store", documents=[ORIGINALS_FILE])
-    with store.claimed(REMEDY) as is_missing:
-        if is_missing:
-            with store.building():
-                _build(store, source, source.numbers_without(exclude, limit), rows, skip_broken_images)
-    return path
+    return StoreWriter(path, len(source), "image store", documents=[ORIGINALS_FILE])
 
 
 def _build(
