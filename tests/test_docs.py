@@ -35,7 +35,7 @@ from rectified_flow.data.sources.synthetic_flowers import SyntheticFlowers
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import flag_types
 from tests.patience import PATIENCE
-from tests.programs import constant_speed, program
+from tests.programs import constant_speed, program, quick_frechet_distance
 from tests.ranks import run_on_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -319,7 +319,7 @@ def run_command(name: str, flags: list[str], folder: Path) -> None:
 
 def _in_folder(name: str, flags: list[str], folder: Path) -> tuple[int, str]:
     os.chdir(folder)
-    with constant_speed():
+    with constant_speed(), quick_frechet_distance():
         return program(name, flags)
 
 

@@ -13,78 +13,20 @@ import torch
 from huggingface_hub import HfApi, ModelCard
 from torch import Tensor, nn
 
-from rectified_flow.cli.data import choose_degradation
-from rectified_flow.condition import Labels
-from rectified_flow.data.description import PictureData
-from rectified_flow.data.open import Pictures
 from rectified_flow.errors import UsageError
 from rectified_flow.flows.flow import Flow, network_of
-from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
-from rectified_flow.flows.times import LogitNormal, Uniform
 from rectified_flow.hub import card_of_run, load_pretrained, model_card, push_to_hub, save_pretrained
 from rectified_flow.load import load_flow, read_trained
-from rectified_flow.networks.unet import Unet
 from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.checkpoint import CONFIG_FILE, FLOW_FILE
-from rectified_flow.spaces.pixels import Pixels
-
-LABELS = Labels(2, ("cat", "dog"))
-
-
-def unet() -> Unet:
-    torch.manual_seed(0)
-    conditions = {"labels": LABELS}
-    network = Unet(
-        8, (1, 2), conditions=conditions, image_size=8, attention_sides=(4,), blocks_per_level=1, dropout=0.1
-    )
-    for parameter in network.parameters():
-        parameter.data += 0.05 * torch.randn_like(parameter)
-    return network
-
-
-def settings() -> dict[str, Any]:
-    return {"condition_dropout": 0.2, "space": Pixels((3, 8, 8))}
-
-
-FLOWS = {
-    "rectified": lambda: RectifiedFlow(
-        unet(), prediction="clean", time_distribution=Uniform(2.0), distance="pseudo_huber", **settings()
-    ),
-    "mean": lambda: MeanFlow(
-        unet(), objective="mean_flow", time_distribution=LogitNormal(0.1, 0.9), guidance_scale=1.5, **settings()
-    ),
-}
-
-
-def same(one: Flow, other: Flow) -> None:
-    assert type(one) is type(other)
-    assert describe(one) == describe(other)
-    draws = []
-    for flow in (one, other):
-        torch.manual_seed(1)
-        draws.append(flow.sample(3, steps=2))
-    assert torch.equal(*draws)
+from tests.tiny_flows import FLOWS, same, unet, write
 
 
 @pytest.fixture(params=FLOWS)
 def flow(request: pytest.FixtureRequest) -> Flow:
     return FLOWS[request.param]()
-
-
-def write(flow: Flow, folder: Path, ema: Flow | None = None, degrade: str | None = None) -> Path:
-    """Write a checkpoint of a flow, whose run made its sources by ``--degrade``, if that is given."""
-    files = {checkpoint.MODEL_FILE: checkpoint.own_weights(flow.network)}
-    if ema is not None:
-        frozen = {name for name, parameter in ema.network.named_parameters() if not parameter.requires_grad}
-        trained = {name: value for name, value in ema.network.state_dict().items() if name not in frozen}
-        files[checkpoint.EMA_FILE] = trained
-    documents = {FLOW_FILE: describe(flow)}
-    if degrade is not None:
-        data = PictureData(Pictures("synthetic-flowers"), degradation=choose_degradation(degrade))
-        documents[CONFIG_FILE] = {"data": describe(data), "training": {"degrade": degrade}}
-    return checkpoint.save(folder / "checkpoints", 1, files, documents)
 
 
 def test_from_a_checkpoint_or_its_run(flow: Flow, tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ class LatentsInStep(Latents):
         autoencoder: autoencoder that returns no standard deviations.
         image_size: short side of the pictures [px].
         shape: shape ``(c, h, w)`` of the latents; by default, that of the latents of a square picture.
+        grey: whether the pictures are grey, see :class:`Latents`.
         horizontal_flip: mirror half of the training pictures.
         augmentation: probability of each change to a training picture, see :class:`Pixels`; 0 for none.
         scale: ``mean`` and ``std`` of each channel.
@@ -50,11 +51,12 @@ class LatentsInStep(Latents):
         image_size: int,
         shape: Shape | None = None,
         *,
+        grey: bool = False,
         horizontal_flip: bool = False,
         augmentation: float = 0.0,
         **scale: Sequence[float],
     ) -> None:
-        super().__init__(autoencoder, image_size, shape, **scale)
+        super().__init__(autoencoder, image_size, shape, grey=grey, **scale)
         self.horizontal_flip, self.augmentation = horizontal_flip, augmentation
         self.pixels = Pixels(self.pixels.shape, horizontal_flip=horizontal_flip)
 

@@ -19,9 +19,9 @@ from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.checkpoint import FLOW_FILE
 from tests.evaluation.runs import COUNT, pictures_of, save_run
-from tests.programs import call, constant_frechet_distance
+from tests.programs import call, quick_frechet_distance
 from tests.ranks import run_on_ranks
-from tests.test_load import FLOWS
+from tests.tiny_flows import FLOWS
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def measure(*flags: object) -> None:
-    with constant_frechet_distance():
+    with quick_frechet_distance():
         call("evaluate.py", *flags, "--feature_network", "efficientnet_lite0", "--num_samples", 13)
 
 

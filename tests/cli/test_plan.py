@@ -1,9 +1,7 @@
 """Tests of the plan as a function of counted facts and measured speeds."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from math import inf
-from typing import Any
 
 import pytest
 
@@ -20,8 +18,10 @@ from rectified_flow.cli.plan import (
     network_flags,
     plan,
 )
-from rectified_flow.cli.training_flags import Method
+from rectified_flow.cli.settings import command_line, read_settings
+from rectified_flow.cli.training_flags import Method, TrainConfig
 from rectified_flow.errors import UsageError
+from rectified_flow.flags import recorded
 from rectified_flow.networks.unet import Unet
 from rectified_flow.training.speed import Speed
 
@@ -47,64 +47,86 @@ def images(made: Plan, batch: int = 0) -> int:
     return int(made.settings["train_num_steps"]) * (batch or int(made.settings["global_batch_size"]))
 
 
-COMMON = {"dropout": 0.0, "num_epochs": None, "sample_steps": 16, "lr_decay": "cosine"}
-MUON = COMMON | {"optimizer": ("muon",), "learning_rate": 2e-3}
-PICTURES = MUON | {"time_distribution": ("stratified=True",)}
+RUNS = {
+    "few pictures": (EMOJI, Machine(33)),
+    "many pictures on GPUs": (
+        replace(HOUR, pictures=60_000, augment=0, processes=8, device="cuda", precisions=(None,)),
+        Machine(4000 / 8**0.5, batch=0.5),
+    ),
+    "three processes": (replace(FLOWERS, processes=3), Machine(90)),
+    "latents": (replace(EMOJI, sides=(16, 16), latents=True, augment=0), Machine(60)),
+    "mean flow": (replace(FLOWERS, method="mean_flow", precisions=(None,)), Machine(20)),
+    "distill": (DISTILL, Machine(30, dim=64)),
+    "reflow": (replace(DISTILL, method="reflow", calls=32), Machine(30, dim=64)),
+}
+TIMES = ("2m", "12m", "1h", "7h", "2d", "90d")
 
 
-def network(dim: int, *mults: int) -> dict[str, Any]:
-    return {"dim": dim, "dim_mults": mults, "network": ("Unet", "blocks_per_level=1", "attention_sides=[8]")}
+@pytest.mark.parametrize("time", TIMES)
+@pytest.mark.parametrize("run", RUNS)
+def test_the_laws_of_a_plan(run: str, time: str) -> None:
+    """The run uses its time or ends where it would memorise, and its intervals fit into it."""
+    facts, machine = replace(RUNS[run][0], time=time), RUNS[run][1]
+    settings = plan(facts, machine).settings
+    batch, steps = settings["global_batch_size"], settings["train_num_steps"]
+    assert batch % facts.processes == 0
+    assert batch < 256 + facts.processes
+    trial = Trial(settings.get("dim"), batch, settings.get("mixed_precision"))
+    training = batch * steps / machine(trial).rate
+    drawing = settings.get("teacher_samples", 0) * facts.calls * FORWARD_SHARE / machine(trial).rate
+    most = max(192_000, (1000 if facts.augment else 400) * facts.pictures) if not facts.calls else inf
+    assert drawing < 0.5 * facts.seconds
+    assert batch * steps <= most
+    assert training <= 0.91 * (facts.seconds - 0.9 * drawing)
+    assert training >= 0.8 * (facts.seconds - 1.1 * drawing) or batch * (steps + 1) > most, "time is left"
+    assert 1 <= settings["log_every"] <= 50
+    assert 1 <= settings["save_every"] <= max(1, steps // 7)
+    assert 10 <= settings["lr_warmup_steps"] <= max(10, steps // 50)
+    assert 1 / (1 - settings["ema_decay"]) == pytest.approx(max(10, steps / 20), rel=0.05 + steps / 1e5)
 
 
-def length(batch: int, steps: int, warmup: int, ema: float) -> dict[str, Any]:
-    return {"global_batch_size": batch, "train_num_steps": steps, "lr_warmup_steps": warmup, "ema_decay": ema}
+@pytest.mark.parametrize("run", RUNS)
+def test_more_time_or_speed_gives_no_smaller_run(run: str) -> None:
+    """Neither a narrower network nor a smaller batch, and of the same network no fewer images."""
+    facts, machine = RUNS[run]
+    faster = [Machine(machine.rate * gain, batch=machine.batch, dim=machine.dim) for gain in (1, 3, 10, 100)]
+    for plans in (
+        [plan(replace(facts, time=time), machine).settings for time in TIMES],
+        [plan(facts, each).settings for each in faster],
+    ):
+        sizes = [(made.get("dim", 0), made["global_batch_size"]) for made in plans]
+        assert [width for width, _ in sizes] == sorted(width for width, _ in sizes)
+        for (dim, batch), (next_dim, next_batch), one, other in zip(sizes, sizes[1:], plans, plans[1:], strict=False):
+            if dim == next_dim:
+                assert next_batch >= batch
+                assert next_batch * (other["train_num_steps"] + 1) > batch * one["train_num_steps"]
 
 
-def outputs(sample_every: int, num_samples: int, save_every: int, log_every: int) -> dict[str, int]:
-    names = ("sample_every", "num_samples", "save_every", "log_every")
-    return dict(zip(names, (sample_every, num_samples, save_every, log_every), strict=True))
+@pytest.mark.parametrize("run", RUNS)
+def test_a_plan_is_written_in_flags_of_the_program(run: str) -> None:
+    """The settings, written as a command line, are read as themselves."""
+    settings = plan(*RUNS[run]).settings
+    teacher = ["--teacher", "runs/teacher"] if "teacher_samples" in settings else []
+    read = recorded(read_settings(TrainConfig, "", [*command_line(settings), *teacher]).values)
+    written = {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
+    assert {name: read[name] for name in settings} == written
 
 
 @pytest.mark.parametrize(
-    ("facts", "machine", "settings"),
+    ("run", "calls", "optimizer", "rate"),
     [
-        (
-            EMOJI,
-            Machine(33),
-            PICTURES | network(32, 1, 2, 3) | length(8, 3207, 64, 0.99376) | outputs(594, 36, 401, 25)
-            | {"init_from": "starter", "mixed_precision": "bf16"},
-        ),
-        (
-            replace(EMOJI, time="2d"),
-            Machine(33),
-            PICTURES | network(64, 1, 2, 3) | length(128, 10937, 218, 0.99817) | outputs(17, 16, 17, 1)
-            | {"mixed_precision": "bf16", "augment": 0.15},
-        ),
-        (
-            replace(HOUR, pictures=60_000, augment=0, processes=8, device="cuda", precisions=(None,)),
-            Machine(4000 / 8**0.5, batch=0.5),
-            PICTURES | network(64, 1, 2, 3) | length(256, 35797, 715, 0.99944) | outputs(1326, 64, 1326, 50),
-        ),
-        (
-            replace(FLOWERS, method="mean_flow", pictures=1400, precisions=(None,)),
-            Machine(20),
-            COMMON | network(24, 1, 2, 3) | length(8, 2494, 49, 0.99198) | outputs(462, 64, 312, 19)
-            | {"learning_rate": 1e-3, "sample_steps": 1},
-        ),
-        (
-            DISTILL,
-            Machine(30, dim=64),
-            MUON | length(16, 2071, 41, 0.99034) | outputs(102, 64, 102, 4)
-            | {"mixed_precision": "bf16", "flow": ("whole_fraction=0.75", "halves_fraction=0.5")}
-            | {"teacher_samples": 4384, "sample_steps": 1},
-        ),
+        ("few pictures", 16, ("muon",), 2e-3),
+        ("reflow", 16, ("muon",), 2e-3),
+        ("distill", 1, ("muon",), 2e-3),
+        ("mean flow", 1, None, 1e-3),
     ],
-)  # fmt: skip
-def test_the_choices_for_given_speeds(facts: Facts, machine: Machine, settings: Mapping[str, Any]) -> None:
-    """The settings are those of commit c5b7768, except for previews of one network call."""
-    if facts.why_network:
-        settings = {name: value for name, value in settings.items() if name != "dropout"}
-    assert plan(facts, machine).settings == settings
+)
+def test_each_method_has_its_optimizer_and_its_network_calls(
+    run: str, calls: int, optimizer: tuple[str] | None, rate: float
+) -> None:
+    settings = plan(*RUNS[run]).settings
+    assert (settings["sample_steps"], settings.get("optimizer"), settings["learning_rate"]) == (calls, optimizer, rate)
+    assert settings["lr_decay"] == "cosine", "the length is known"
 
 
 def test_a_plan_names_the_speeds_that_it_needs_and_no_others() -> None:

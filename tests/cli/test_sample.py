@@ -23,7 +23,7 @@ from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.system.pictures import read_provenance, write_picture
 from tests.programs import assert_refused, call, program
 from tests.ranks import run_on_ranks
-from tests.test_load import FLOWS, write
+from tests.tiny_flows import FLOWS, write
 
 
 @pytest.fixture(scope="module")

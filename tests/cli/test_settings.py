@@ -2,12 +2,15 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from accelerate import PartialState
 
-from rectified_flow.cli.record import with_record
+from rectified_flow.cli import record
+from rectified_flow.cli.record import distillation_of, with_record
 from rectified_flow.cli.settings import Settings, read_settings
 from rectified_flow.cli.training_flags import OneStepConfig, TrainConfig
 from rectified_flow.flags import recorded
@@ -65,6 +68,33 @@ def test_origins_after_a_resume(tmp_path: Path) -> None:
     ]
     assert (settings.values.data.holdout, settings.values.data.data_seed) == (0.2, 7)
     assert "holdout" not in settings.given
+
+
+@pytest.mark.parametrize("has_checkpoint", [True, False])
+def test_after_a_plan_every_setting_is_recorded_or_given(tmp_path: Path, has_checkpoint: bool) -> None:
+    """Also after a kill while the data of a teacher are drawn, before the first checkpoint; no plan is made anew."""
+    source, run = save(tmp_path / "teacher", dim=24), tmp_path / "run"
+    given = "--method reflow --seed 5 --output_dir " + str(run)
+    begun, _ = with_record(settings_of(f"{given} --teacher {tmp_path}/teacher"))
+    planned = begun.with_layer("plan", {"global_batch_size": 24, "train_num_steps": 70, "optimizer": ("muon",)})
+    flags = recorded(planned.values)
+    distilled = distillation_of(planned.values)
+    assert distilled is not None
+    stored = SimpleNamespace(kind=distilled.kind, source=str(source))
+    if has_checkpoint:
+        save(run, **flags)
+    else:
+        run.mkdir()
+        (run / checkpoint.CONFIG_FILE).write_text(json.dumps({"data": {}, "flow": {}, "training": flags}))
+    with patch.object(record, "recipe_of", lambda _: None if has_checkpoint else stored):
+        resumed, has_begun = with_record(settings_of(f"{given} --teacher {tmp_path}/teacher"))
+    assert has_begun
+    layers = {name: resumed.origin(name) for name in flags}
+    assert {name for name, layer in layers.items() if layer == "given"} == {"method", "seed", "teacher"}
+    assert set(layers.values()) == {"given", "recorded", "default"}, "a default is excluded by another flag"
+    chosen = ("global_batch_size", "train_num_steps", "optimizer", "dim", "data_seed")
+    assert origins(resumed, *chosen) == ["recorded"] * len(chosen)
+    assert recorded(resumed.values) == flags
 
 
 def test_origins_of_a_run_that_begins(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import re
 from contextlib import redirect_stdout, suppress
+from importlib import import_module
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from rectified_flow.cli import distill
 from rectified_flow.cli.settings import read_settings
 from rectified_flow.cli.train import train as run_training
 from rectified_flow.cli.training_flags import TrainConfig
+from rectified_flow.load import load_flow
 from rectified_flow.runs.folder import read_config
 from tests.programs import assert_refused, constant_speed
 from tests.ranks import run_on_ranks
@@ -82,6 +84,26 @@ def test_the_recorded_flags_give_the_same_run(pictures: Path, tmp_path: Path) ->
     assert losses(tmp_path / "planned") == losses(tmp_path / "again")
 
 
+def train_with(module: str, words: str) -> None:
+    """Train with the custom parts of a module."""
+    import_module(module)
+    train(f"{words} --import {module}")
+
+
+def test_a_transformer_of_ones_own_is_planned_and_trained(pictures: Path, tmp_path: Path) -> None:
+    """The plan chooses its width, its layers and its patches, which the run records and builds."""
+    words = f"--dataset_path {pictures} --cache_dir {tmp_path}/cache --image_size 32 --num_samples 0 --save_every 0"
+    words += f" --network PatchTransformer --log_every 1 --budget 2s --output_dir {tmp_path}/run"
+    run_on_ranks(1, train_with, "tests.extension.own_transformer", words)
+    flags = flags_of(tmp_path / "run")
+    assert flags["network"] == ["PatchTransformer", "width=32", "layers=3", "patch=2"]
+    assert len(losses(tmp_path / "run")) == flags["train_num_steps"] > 1
+    import_module("tests.extension.own_transformer")
+    flow = load_flow(tmp_path / "run")
+    assert (type(flow.network).__name__, len(flow.network.blocks)) == ("PatchTransformer", 3)  # type: ignore[arg-type]
+    assert flow.sample(2, steps=1).shape == (2, 3, 32, 32)
+
+
 def test_a_run_that_starts_from_another_has_its_network(pictures: Path, tmp_path: Path) -> None:
     words = f"--dataset_path {pictures} --cache_dir {tmp_path}/cache --image_size 8 --num_samples 0 --save_every 0"
     words += " --budget 1s"
@@ -92,9 +114,10 @@ def test_a_run_that_starts_from_another_has_its_network(pictures: Path, tmp_path
 
 
 def test_large_pictures_are_trained_on_as_latents_from_the_starter(tmp_path: Path) -> None:
-    for number, pixels in enumerate(np.random.default_rng(0).integers(256, size=(4, 130, 150, 3), dtype=np.uint8)):
+    for number, pixels in enumerate(np.random.default_rng(0).integers(256, size=(4, 3, 3, 3), dtype=np.uint8)):
         (tmp_path / "pictures").mkdir(exist_ok=True)
-        Image.fromarray(pixels).save(tmp_path / f"pictures/{number}.png")
+        smooth = Image.fromarray(pixels).resize((150, 130), Image.Resampling.BICUBIC)  # the autoencoder spoils noise
+        smooth.save(tmp_path / f"pictures/{number}.png")
     words = f"--dataset_path {tmp_path}/pictures --cache_dir {tmp_path}/cache --output_dir {tmp_path}/run --dry_run"
     said = printed(f"{words} --budget 1m --augment 0")
     assert not (tmp_path / "run").exists(), "a dry run"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import tifffile
@@ -52,6 +52,7 @@ class Kind:
         export: the sentence by which export.py refuses the kind, or "" if it exports the file.
         one_step: the sentence by which the one-step program refuses the run as a teacher, "" if it learns from it, or
             None if the network of the run takes no second time.
+        resumed_on: number of processes of the run that is resumed.
         slow: the contracts that are slow tests for this kind, because another kind calls the same code.
     """
 
@@ -69,6 +70,7 @@ class Kind:
     exported: str = "index.html"
     export: str = ""
     one_step: str | None = ""
+    resumed_on: Literal[1, 2] = 2
     slow: tuple[str, ...] = ()
 
 
@@ -154,12 +156,13 @@ def guest(name: str, flags: str, *, calls: tuple[str, ...] = (), **more: Any) ->
     Args:
         name: the module.
         flags: flags of the training program.
-        calls: the contracts, besides training and loading, whose programs call code of the module.
+        calls: the contracts, besides training and loading, whose programs call code of the module; without "resume"
+            among them, the run on one process is resumed, in half of the time.
         more: other arguments of :class:`Kind`.
     """
     imports = tuple(f"tests.extension.{module}" for module in dict.fromkeys((name, "own_pictures")))
-    slow = tuple({"resume", "sample", "evaluate", "export", "one_step"} - {*calls})
-    return Kind(flags, imports=imports, slow=slow, **more)
+    slow = tuple({"sample", "evaluate", "export", "one_step"} - {*calls})
+    return Kind(flags, imports=imports, resumed_on=2 if "resume" in calls else 1, slow=slow, **more)
 
 
 @dataclass(frozen=True)
@@ -253,7 +256,7 @@ KINDS: dict[str, Kind] = {
     "own network": guest(
         "own_network",
         "--dataset squares --image_size 8 --use_cfg --network TwoConvolutions width=8",
-        calls=("resume", "sample"),
+        calls=("resume", "sample", "export"),
     ),
     "own adapter": guest(
         "own_adapter",
@@ -389,8 +392,13 @@ class Runs:
         return self._made("two", self._run_on_two)
 
     @property
+    def straight(self) -> Path:
+        """The run that :attr:`resumed` must equal."""
+        return self.two if self.kind.resumed_on == 2 else self.one
+
+    @property
     def resumed(self) -> Path:
-        """A copy of the run on two processes that lost its last checkpoint, and was started again."""
+        """A copy of a run that lost its last checkpoint, and was started again."""
         return self._made("resumed", self._resume)
 
     def _made(self, name: str, make: Callable[[Path], object]) -> Path:
@@ -409,9 +417,9 @@ class Runs:
         run_on_ranks(2, train, self.kind, self.data, run)
 
     def _resume(self, run: Path) -> None:
-        shutil.copytree(self.two, run)
+        shutil.copytree(self.straight, run)
         shutil.rmtree(run / LAST)
-        self._run_on_two(run)
+        run_on_ranks(self.kind.resumed_on, train, self.kind, self.data, run)
 
     def call(self, name: str, flags: str, output_dir: Path, run: Callable[..., tuple[int, str]] = program) -> str:
         """Run a program on the run of one process, and return the sentence by which it refuses that, or ""."""

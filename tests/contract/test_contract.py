@@ -10,10 +10,19 @@ import numpy as np
 import pytest
 import tifffile
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from safetensors.torch import load_file
 
-from rectified_flow.load import load_flow
+from rectified_flow.cli.evaluate import real_data
+from rectified_flow.condition import LARGEST
+from rectified_flow.evaluation.evaluator import Evaluator
+from rectified_flow.export.call import MODEL_FILE, NetworkCall
+from rectified_flow.export.onnx import load_program
+from rectified_flow.flows.flow_map import FlowMap
+from rectified_flow.flows.rectified import RectifiedFlow
+from rectified_flow.load import load_flow, read_trained
+from rectified_flow.runs import checkpoint
 from tests.contract.kinds import KINDS, LAST, MIDDLE, Runs, sample
 from tests.programs import program, quick_program
 from tests.ranks import run_on_ranks
@@ -42,7 +51,7 @@ def test_the_same_run_on_one_process_and_on_two(runs: Runs) -> None:
 
 @kinds("resume")
 def test_a_resumed_run_is_the_same_to_the_byte(runs: Runs) -> None:
-    straight, resumed = runs.two, runs.resumed
+    straight, resumed = runs.straight, runs.resumed
     assert_same_bytes(straight, resumed, 4)
     assert losses(straight) == losses(resumed)
     before, after = (load_file(resumed / step / "model.safetensors") for step in (MIDDLE, LAST))
@@ -83,8 +92,29 @@ def test_it_is_evaluated(runs: Runs, tmp_path: Path) -> None:
     flags += f" --metric {runs.kind.metrics}" * bool(runs.kind.metrics)
     assert runs.call("evaluate.py", flags, tmp_path, quick_program) == ""
     [result] = json.loads((tmp_path / "evaluation.json").read_text())
-    assert result["distances"].keys() >= set(runs.kind.scores)
-    assert np.isfinite(list(result["distances"].values())).all()
+    measured = result["distances"]
+    assert measured.keys() >= set(runs.kind.scores)
+    assert np.isfinite(list(measured.values())).all()
+    if (distance := measured.get("colours_8x8_frechet_distance")) is not None:
+        expected = distance_of_colours(runs)
+        assert 0.1 < distance == pytest.approx(expected, rel=1e-3)
+
+
+@torch.no_grad()
+def distance_of_colours(runs: Runs) -> float:
+    """Return the Fréchet distance between the mean colours of the training pictures and of samples."""
+    for module in runs.kind.imports:
+        import_module(module)
+    trained = read_trained(checkpoint.resolve(runs.one))
+    real, held_out, _ = real_data(trained)
+    evaluator = Evaluator(real, "efficientnet_lite0", num_samples=runs.kind.samples, held_out=held_out, metrics=())
+    pictures = real.read_pictures(range(len(real))), *evaluator.sampled(trained.flow, range(runs.kind.samples), steps=2)
+    one, other = (F.adaptive_avg_pool2d(each.double(), 8).flatten(1) / 64 for each in pictures)
+    roots = [(each - each.mean(dim=0)) / (len(each) - 1) ** 0.5 for each in (one, other)]
+    covariances = [root.T @ root for root in roots]
+    product = torch.linalg.eigvals(covariances[0] @ covariances[1]).real.clamp(min=0).sqrt().sum()
+    apart = (one.mean(dim=0) - other.mean(dim=0)).square().sum()
+    return float(apart + covariances[0].trace() + covariances[1].trace() - 2 * product)
 
 
 @kinds("export")
@@ -92,6 +122,34 @@ def test_it_is_exported_or_a_sentence_says_why_not(runs: Runs, tmp_path: Path) -
     refusal = runs.call("export.py", f"--format {runs.kind.format}", tmp_path, quick_program)
     assert (runs.kind.export in refusal) if runs.kind.export else not refusal, refusal
     assert (tmp_path / runs.kind.exported).exists() == (not runs.kind.export)
+
+
+EXPORTED = [
+    pytest.param(name, marks=() if name == "own network" else pytest.mark.slow)  # the smallest network
+    for name, kind in KINDS.items()
+    if not kind.export and kind.format == "page"
+]
+
+
+@pytest.mark.parametrize("runs", EXPORTED, indirect=True)
+@torch.no_grad()
+def test_its_exported_program_returns_what_its_flow_returns(runs: Runs, tmp_path: Path) -> None:
+    """The network is converted to ONNX, and compared on five rows, a number that the conversion has not seen."""
+    assert runs.call("export.py", f"--format {runs.kind.format}", tmp_path) == ""
+    for module in runs.kind.imports:
+        import_module(module)
+    flow = load_flow(runs.one)
+    assert isinstance(flow, RectifiedFlow | FlowMap)
+    inputs = NetworkCall(flow).example(5)
+    [found] = load_program((tmp_path / MODEL_FILE).read_bytes())(inputs)
+    values = {name: each.where(each != LARGEST, torch.nan) if each.is_floating_point() else each
+              for name, each in inputs.items()}  # fmt: skip
+    if "unknown" in values:
+        values["source"] = values["source"].where(values.pop("unknown") == 0, torch.nan)
+    velocity = flow.average_velocity if isinstance(flow, FlowMap) else flow.exact_velocity
+    expected = velocity(**values)
+    assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+    assert (expected[1:] - expected[:-1]).abs().amax(dim=(1, 2, 3)).min() > 1e-3, "the rows differ"
 
 
 @kinds("one_step")

@@ -21,7 +21,7 @@ from rectified_flow.data.sources.synthetic_flowers import SPECIES, SyntheticFlow
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.data.store_writer import open_store
 from rectified_flow.errors import DamageError, UsageError
-from tests.system.test_files import refusing
+from tests.system.refusing import refusing
 
 LATIN = os.fsdecode(b"caf\xe9")
 """A name as Python reads it from a disk whose names are in Latin-1."""

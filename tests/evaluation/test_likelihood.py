@@ -25,7 +25,7 @@ from tests.evaluation.runs import COUNT, pictures_of, save_run
 from tests.extension.own_autoencoder import Haar
 from tests.programs import call
 from tests.ranks import run_on_ranks
-from tests.test_load import settings, unet
+from tests.tiny_flows import settings, unet
 
 STEPS = 32
 

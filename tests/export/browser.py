@@ -14,7 +14,7 @@ from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.solvers import Guidance
 from tests.patience import PATIENCE
 from tests.programs import call
-from tests.test_load import write
+from tests.tiny_flows import write
 
 HAS_CARD = "Promise.resolve(navigator.gpu?.requestAdapter()).then(Boolean)"
 UNNAMED = """() => [...document.querySelectorAll("input, select, button")]

@@ -21,29 +21,18 @@ from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.latents.space import Latents
 from rectified_flow.load import model_hash
-from rectified_flow.networks.unet import Unet
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.system.artifact import OUTPUTS_MANIFEST
 from rectified_flow.text.caption import Caption
 from rectified_flow.text.encoders import BagOfWords
 from tests.extension.own_autoencoder import Haar
 from tests.programs import call
-from tests.test_load import FLOWS, write
 from tests.text.tiny_encoder import tiny_encoder
+from tests.tiny_flows import FLOWS, Additive, unet_with, write
 
 ROOT = Path(__file__).resolve().parents[2]
 
 X_AND_T = {"x": {"type": "float32", "shape": ["b", 3, 8, 8]}, "t": {"type": "float32", "shape": ["b"]}}
-
-
-def small(**conditions: object) -> Unet:
-    torch.manual_seed(0)
-    sides = (8,) if any(getattr(kind, "tokens", 0) for kind in conditions.values()) else ()
-    kinds: Any = conditions
-    network = Unet(8, (1,), conditions=kinds, image_size=8, attention_sides=sides, blocks_per_level=1)
-    for parameter in network.parameters():
-        parameter.data += 0.1 * torch.randn_like(parameter)
-    return network
 
 
 def written(
@@ -61,8 +50,7 @@ def written(
 
 def test_latents_have_a_decoder_beside_the_network(tmp_path: Path) -> None:
     space = Latents(Haar(1), 8, mean=[0.5] * 12, std=[2.0] * 12)
-    network = Unet(8, (1,), 12, image_size=4, attention_sides=(), blocks_per_level=1)
-    flow = RectifiedFlow(network, space=space)
+    flow = RectifiedFlow(Additive({}, channels=12), space=space)
     _, description = written(flow, tmp_path, "--format", "page")
     assert description["hash"] == model_hash(flow), "which a download of the page names"
     assert description["decoder"] == {"file": "decoder.onnx", "shape": [3, 8, 8]}
@@ -75,8 +63,8 @@ def test_latents_have_a_decoder_beside_the_network(tmp_path: Path) -> None:
 @torch.no_grad()
 def test_a_rectified_flow_with_labels_as_onnx(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The program returns the velocity of a network that predicts the clean picture, also near the data."""
-    flow = FLOWS["rectified"]()
-    assert isinstance(flow, RectifiedFlow)
+    network = unet_with(labels=Labels(2, ("cat", "dog")), attention_sides=(8,))
+    flow = RectifiedFlow(network, prediction="clean", space=Pixels((3, 8, 8)))
     run, said = written(flow, tmp_path)
     x, t = torch.randn(5, 3, 8, 8), torch.tensor([1.0, 0.7, 0.3, 0.04, 0.01])
     labels = torch.tensor([0, 1, 2, 1, 0])
@@ -110,7 +98,7 @@ def test_a_map_in_half_as_onnx(tmp_path: Path) -> None:
 @torch.no_grad()
 def test_a_source_as_a_condition_beside_labels(tmp_path: Path) -> None:
     """The source has two inputs without NaN: pixels, and the map of unknown pixels. One row is half known."""
-    network = small(labels=Labels(2, ("cat", "dog")), source=Picture((3, 8, 8)))
+    network = Additive({"labels": Labels(2, ("cat", "dog")), "source": Picture((3, 8, 8))})
     flow = RectifiedFlow(network, space=Pixels((3, 8, 8)))
     run, said = written(flow, tmp_path, degrade="mask:brush")
     assert said["inputs"] == {
@@ -134,7 +122,7 @@ def test_a_source_as_a_condition_beside_labels(tmp_path: Path) -> None:
 @torch.no_grad()
 def test_a_path_that_starts_from_a_source_needs_no_further_input(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"from_source": True, "source_noise": 0.25}
-    flow = MeanFlow(small(labels=Labels(2)), space=Pixels((3, 8, 8)), **settings)
+    flow = MeanFlow(Additive({"labels": Labels(2)}), space=Pixels((3, 8, 8)), **settings)
     run, said = written(flow, tmp_path, degrade="downsample:2")
     assert list(said["inputs"]) == ["x", "t", "r", "labels"]  # type: ignore[call-overload]
     degradation = {"kind": "Downsample", "factor": 2}
@@ -157,7 +145,7 @@ def test_captions_numbers_and_labels_are_inputs_under_their_names(tmp_path: Path
         names["size"]: Number((0.0, 1.5, 8.0)),
         names["species"]: Labels(2, ("cat", "dog")),
     }
-    network = small(**conditions, augmentation=AugmentationLabels(9))
+    network = Additive({**conditions, "augmentation": AugmentationLabels(9)})
     flow = RectifiedFlow(network, prediction="noise", space=Pixels((3, 8, 8), augmentation=0.1))
     run, said = written(flow, tmp_path)
     assert said["inputs"] == {
@@ -195,7 +183,7 @@ def test_a_text_encoder_is_exported_beside_the_model(
 ) -> None:
     encoder = tiny_encoder(tmp_path / "encoder")
     caption = Caption(encoder, encoder.size, 3, ("a red flower",))
-    flow = RectifiedFlow(small(text=caption), space=Pixels((3, 8, 8)))
+    flow = RectifiedFlow(unet_with(text=caption), space=Pixels((3, 8, 8)))
     run, said = written(flow, tmp_path, *["--half"] * half)
     assert "text_encoder.onnx, 0." in capsys.readouterr().out
     files = {"file": "text_encoder.onnx", "tokenizer": "tokenizer.json"}
@@ -220,7 +208,7 @@ def test_a_text_encoder_is_exported_beside_the_model(
 def test_a_program_that_differs_is_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, returned: float
 ) -> None:
-    write(RectifiedFlow(small(), space=Pixels((3, 8, 8))), tmp_path)
+    write(RectifiedFlow(unet_with(), space=Pixels((3, 8, 8))), tmp_path)
     monkeypatch.setattr(onnx, "to_onnx", lambda *_arguments, **_flags: b"")
     monkeypatch.setattr(onnx, "load_program", lambda _content: lambda inputs: [returned * inputs["x"]])
     with pytest.raises(RunError, match=r"the program differs from the flow by .* more than 0.0001"):

@@ -25,10 +25,9 @@ from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.text.caption import Caption
 from rectified_flow.text.encoders import BagOfWords
 from tests.export.browser import HAS_CARD, UNNAMED, Shown, drawn, export_page, looking_at, page_of, serving
-from tests.export.test_onnx import small
 from tests.patience import wait_for
-from tests.test_load import FLOWS
 from tests.text.tiny_encoder import tiny_encoder
+from tests.tiny_flows import FLOWS, flow_with_conditions, unet_with
 
 pytestmark = pytest.mark.page
 SEEDS = [0, 7, 4_000_000_000]
@@ -238,7 +237,7 @@ def test_a_text_a_number_and_a_label_are_chosen(tmp_path: Path, browser: Any) ->
         "petal_length": Number((0.0, 1.5, 3.0, 8.0, 20.0)),
         "class": Labels(2, ("cat", "dog")),
     }
-    flow = RectifiedFlow(small(**columns), space=Pixels(SHAPE))
+    flow = RectifiedFlow(unet_with(**columns), space=Pixels(SHAPE))
     with page_of(flow, tmp_path, browser) as shown:
         shown.open()
         page = shown.page
@@ -286,7 +285,7 @@ def test_a_text_is_encoded_by_a_pretrained_encoder(tmp_path: Path, browser: Any)
     """The network attends to its tokens, of which some texts have more and some have fewer than it takes."""
     encoder = tiny_encoder(tmp_path / "encoder")
     caption = Caption(encoder, encoder.size, 6, EXAMPLES)
-    flow = RectifiedFlow(small(text=caption), space=Pixels(SHAPE))
+    flow = RectifiedFlow(unet_with(text=caption), space=Pixels(SHAPE))
     with page_of(flow, tmp_path, browser) as shown:
         shown.open()
         assert differs(shown, flow, values_of(flow, text=EXAMPLES[0])) <= 2
@@ -296,12 +295,6 @@ def test_a_text_is_encoded_by_a_pretrained_encoder(tmp_path: Path, browser: Any)
             shown.wait()
             assert differs(shown, flow, values_of(flow, text=text)) <= 2
         assert shown.page.inner_text("#condition-text-note") == ""
-
-
-def flow_with_conditions() -> Flow:
-    caption = Caption(BagOfWords(("red", "flower", "two")), 3, 0, ("a red flower", "two"))
-    conditions = {"text": caption, "size": Number((0.0, 1.5, 8.0)), "species": Labels(2, ("cat", "dog"))}
-    return RectifiedFlow(small(**conditions), space=Pixels((3, 8, 8)))
 
 
 @dataclass

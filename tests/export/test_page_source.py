@@ -15,10 +15,9 @@ from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.spaces.pixels import Pixels
 from tests.export.browser import UNNAMED, Shown, export_page, looking_at, serving
-from tests.export.test_onnx import small
-from tests.export.test_page import flow_with_conditions
 from tests.patience import wait_for
 from tests.programs import call
+from tests.tiny_flows import flow_with_conditions, unet_with
 
 pytestmark = pytest.mark.page
 SHAPE = (3, 8, 8)
@@ -74,7 +73,7 @@ def paint(shown: Shown, frame: str) -> None:
 
 def test_a_picture_is_degraded_and_translated(tmp_path: Path, browser: Any) -> None:
     """The page asks for a picture first. The visitor drops or pastes the picture."""
-    flow = RectifiedFlow(small(), space=Pixels(SHAPE), from_source=True, source_noise=0.25)
+    flow = RectifiedFlow(unet_with(), space=Pixels(SHAPE), from_source=True, source_noise=0.25)
     with exported(flow, tmp_path, browser, "downsample:2") as shown:
         page, file = shown.page, tmp_path / "exported/given.png"
         wait_for("the page", page.locator("#call").is_visible)
@@ -103,7 +102,7 @@ def test_a_picture_is_degraded_and_translated(tmp_path: Path, browser: Any) -> N
 
 def test_before_and_after_by_keyboard_and_side_by_side(tmp_path: Path, browser: Any) -> None:
     """A flow without noise has one result, and no seed."""
-    flow = MeanFlow(small(), space=Pixels(SHAPE), from_source=True)
+    flow = MeanFlow(unet_with(), space=Pixels(SHAPE), from_source=True)
     with exported(flow, tmp_path, browser) as shown:
         page = shown.page
         wait_for("the page", page.locator("#call").is_visible)
@@ -129,7 +128,7 @@ def test_before_and_after_by_keyboard_and_side_by_side(tmp_path: Path, browser: 
 
 def test_a_part_is_painted_over_and_the_rest_is_kept(tmp_path: Path, browser: Any) -> None:
     """The source is a condition beside the classes, and a map draws sixteen results at once."""
-    network = small(labels=Labels(2, ("cat", "dog")), source=Picture(SHAPE))
+    network = unet_with(labels=Labels(2, ("cat", "dog")), source=Picture(SHAPE))
     flow = MeanFlow(network, space=Pixels(SHAPE))
     with exported(flow, tmp_path, browser, "mask:box") as shown:
         page = shown.page
@@ -172,9 +171,9 @@ CONTROLS = """() => [...document.querySelectorAll("a, input, select, button, sum
 
 FLOWS: dict[str, Callable[[], Flow]] = {
     "of noise": flow_with_conditions,
-    "of one step": lambda: MeanFlow(small(), space=Pixels(SHAPE)),
-    "from a picture": lambda: RectifiedFlow(small(), space=Pixels(SHAPE), from_source=True, source_noise=0.25),
-    "of a mask": lambda: MeanFlow(small(source=Picture(SHAPE)), space=Pixels(SHAPE)),
+    "of one step": lambda: MeanFlow(unet_with(), space=Pixels(SHAPE)),
+    "from a picture": lambda: RectifiedFlow(unet_with(), space=Pixels(SHAPE), from_source=True, source_noise=0.25),
+    "of a mask": lambda: MeanFlow(unet_with(source=Picture(SHAPE)), space=Pixels(SHAPE)),
 }
 DEGRADE = {"of a mask": "mask:box"}
 """The flag with which the flow of this name was trained."""

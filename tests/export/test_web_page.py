@@ -17,20 +17,19 @@ from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.text.caption import Caption
 from rectified_flow.text.encoders import BagOfWords
-from tests.export.test_onnx import small
 from tests.programs import call, stand_in
-from tests.test_load import write
+from tests.tiny_flows import unet_with, write
 
 
 def export_page(folder: Path, *flags: str) -> None:
     """Export a page with a placeholder program, since the page and its upload do not depend on the program."""
-    write(RectifiedFlow(small(), space=Pixels((3, 8, 8))), folder)
+    write(RectifiedFlow(unet_with(), space=Pixels((3, 8, 8))), folder)
     with stand_in():
         call("export.py", "--checkpoint", folder, "--format", "page", *flags)
 
 
 def test_a_page_needs_a_control_for_each_condition(monkeypatch: pytest.MonkeyPatch) -> None:
-    network = small(text=Caption(BagOfWords(("red",)), 1, 0, ("red",)))
+    network = unet_with(text=Caption(BagOfWords(("red",)), 1, 0, ("red",)))
     call = NetworkCall(RectifiedFlow(network, space=Pixels((3, 8, 8))))
     check_page(call)
     monkeypatch.setattr(BagOfWords, "exported", lambda _encoder: None)

@@ -18,6 +18,7 @@ class TwoConvolutions(nn.Module):
         self.into, self.out = nn.Conv2d(3, width, 3, padding=1), nn.Conv2d(width, 3, 3, padding=1)
 
     def forward(self, x: Tensor, t: Tensor, r: Tensor | None = None, **conditions: Tensor) -> Tensor:
-        labels = conditions.get("labels", self.conditions["labels"].none(len(x), x.device))
+        # x.shape[0] stays variable in an exported program, where len(x) would be the number 2.
+        labels = conditions.get("labels", self.conditions["labels"].none(x.shape[0], x.device))
         condition = self.time(t[:, None]) + self.embedding(labels)
         return self.out(torch.relu(self.into(x) + condition[:, :, None, None]))

@@ -49,7 +49,7 @@ class PatchTransformer(Network):
         """Return the velocity ``[b, c, h, w]``."""
         context = self.times(torch.stack((t, t if r is None else r), dim=1))
         for name, embedding in self.embeddings.items():
-            values = conditions[name] if name in conditions else self.conditions[name].none(len(x), x.device)
+            values = conditions[name] if name in conditions else self.conditions[name].none(x.shape[0], x.device)
             context = context + embedding(values)
         sides = {"p": self.patch, "q": self.patch}
         tokens = self.into(rearrange(x, "b c (h p) (w q) -> b (h w) (c p q)", **sides)) + self.place + context[:, None]

@@ -17,8 +17,8 @@ from rectified_flow.networks.unet import Unet
 from rectified_flow.randomness import BatchRows, deterministic
 from rectified_flow.spaces.degradations import Grey, Mask
 from rectified_flow.spaces.pixels import Pixels
-from tests.networks.test_unet import small
-from tests.test_load import FLOWS
+from tests.networks.tiny_unets import small
+from tests.tiny_flows import FLOWS
 
 SHAPE = (3, 8, 8)
 

@@ -20,7 +20,7 @@ from rectified_flow.networks.unet import Unet
 from rectified_flow.randomness import BatchRows, deterministic
 from rectified_flow.spaces.pixels import Pixels
 from tests.analytic import Gaussian, image_gaussian
-from tests.networks.test_unet import small
+from tests.networks.tiny_unets import small
 
 COUNT = 60_000
 LABELS = {"labels": Labels(3)}

@@ -24,7 +24,7 @@ from rectified_flow.system.pictures import Provenance, read_provenance
 from rectified_flow.text.caption import Caption
 from rectified_flow.text.encoders import BagOfWords
 from tests.programs import call
-from tests.test_load import FLOWS, same, write
+from tests.tiny_flows import FLOWS, same, write
 
 CAPTION = Caption(BagOfWords(("a", "red", "blue", "flower")), 4, examples=("a red flower", "a blue flower"))
 

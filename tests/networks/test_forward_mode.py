@@ -14,8 +14,8 @@ from rectified_flow.networks import forward_mode
 from rectified_flow.networks.forward_mode import Conv2d, GroupNorm, modulated
 from rectified_flow.networks.unet import Unet
 from rectified_flow.randomness import BatchRows, deterministic
-from tests.networks.test_unet import inputs as inputs_of_unet
-from tests.networks.test_unet import small
+from tests.networks.tiny_unets import inputs as inputs_of_unet
+from tests.networks.tiny_unets import small
 
 FORMATS = pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
 

@@ -18,7 +18,7 @@ from rectified_flow.errors import DamageError, UsageError
 from rectified_flow.runs import checkpoint
 from rectified_flow.system.artifact import CHECKPOINT, find_damage, write_manifest
 from tests.patience import wait_for
-from tests.system.test_files import refusing
+from tests.system.refusing import refusing
 
 FORK = multiprocessing.get_context("fork")
 

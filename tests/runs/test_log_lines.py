@@ -10,7 +10,7 @@ import pytest
 from rectified_flow.errors import UsageError
 from rectified_flow.runs.folder import write_failure, write_status
 from rectified_flow.runs.log import LineFile, RunLog
-from tests.system.test_files import refusing
+from tests.system.refusing import refusing
 
 GOOD = [{"step": 1, "loss": 0.5}, {"step": 2, "loss": float("nan")}, {"step": 3, "loss": "0.1"}]
 

@@ -5,8 +5,6 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -15,24 +13,10 @@ import pytest
 
 from rectified_flow.errors import DamageError, NewerError, UsageError
 from rectified_flow.system.files import hash_file, parse_document, read_bytes, read_document, replace_file
+from tests.system.refusing import refusing
 
 FORK = multiprocessing.get_context("fork")
 SIZE = 200_000
-
-
-@contextmanager
-def refusing(monkeypatch: pytest.MonkeyPatch, name: str) -> Iterator[None]:
-    """No file of that name may be opened, as rights do not bind root."""
-    open_file = os.open
-
-    def refuse(path: Any, *arguments: Any, **options: Any) -> int:
-        if Path(path).name == name:
-            raise PermissionError(13, "Permission denied", str(path))
-        return open_file(path, *arguments, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "open", refuse)
-        yield
 
 
 def test_a_file_is_replaced_with_the_rights_of_the_umask(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def run(main: str, flags: list[str]) -> int:
     """The exit code of a program."""
     sys.argv = ["program.py", *flags]
     with pytest.raises(SystemExit) as end:
-        launch.run(f"tests.cli.test_programs_leaving:{main}", FLAGS, "A program.")
+        launch.run(f"tests.cli.test_programs:{main}", FLAGS, "A program.")
     return int(end.value.code or 0)
 
 
