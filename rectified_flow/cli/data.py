@@ -153,7 +153,7 @@ def can_augment(space: Space) -> bool:
 
 def data_facts(data: DataConfig, kind: type[Space], found: Found | None) -> DataFacts:
     """Return what is known about the data of the flags; the first item of a dataset gives the shape of its items."""
-    facts = DataFacts(data.framing.shape, data.horizontal_flip, data.augment, data.autoencoder)
+    facts = DataFacts(data.framing.shape, data.horizontal_flip, data.augment, data.crop == "random", data.autoencoder)
     if isinstance(found, ImageDataset):
         sources = None if found.source is None else data_facts(data, kind, cast(ImageDataset, found.source))
         return replace(facts, stored=found.space, values=found.entries["images"], sources=sources)

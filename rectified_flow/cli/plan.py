@@ -28,7 +28,7 @@ PASSES, AUGMENTED_PASSES = 400, 1000  # over 64 pictures of 16 px until 1% of th
 UNAUGMENTED_PASSES = 50  # no copies of 64 to 1,400 pictures without augmentation (small_data.md)
 MIN_LIMIT = 192_000  # images; a network learns too little in a shorter run on any number of pictures (small_data.md)
 MIN_IMAGES = 4_000  # the shortest measured run whose samples look like pictures had 4,800 images (budget.md)
-SIZES = {  # images from which a size and its --autoencoder, which augment, give better pictures than the next entry
+SIZES = {  # images from which a size and its --autoencoder give better pictures than the next entry
     (256, ("small",)): 400_000,  # a guess: four times the images of an hour at 128 px
     (128, ("small",)): MIN_IMAGES,
     (64, ()): MIN_IMAGES,
@@ -207,7 +207,7 @@ def choose_size(
     for (size, autoencoder), min_images in SIZES.items():
         if side < MIN_SHARE_OF_SIDE * size:
             continue
-        augment = for_pictures(pictures).get("augment", 0.0)
+        augment = for_pictures(pictures, augmentable=not autoencoder).get("augment", 0.0)
         fitting = TRAINED_SHARE * seconds * measure(size, autoencoder).rate
         images = min(fitting, limit_of(pictures, augment))
         if images >= min_images:

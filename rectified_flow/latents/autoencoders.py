@@ -36,8 +36,8 @@ class Autoencoder(ABC):
     fingerprint: str
     """A hash that differs between autoencoders that encode differently."""
     encodes_in_step: ClassVar[bool] = False
-    """Whether encoding costs so little that each training step encodes its pictures, instead of all pictures before the
-    training. ``encode`` must then return no standard deviation."""
+    """Whether a training step can encode its pictures, after it has augmented them, instead of reading stored latents.
+    ``encode`` must then return no standard deviation, and cost little beside the step."""
 
     @abstractmethod
     def encode(self, pictures: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -127,8 +127,8 @@ class Latents(StoredLatents):
         if facts.teacher is not None:
             return cls._of_teacher(cast(Latents, facts.teacher), autoencoder)
         size, shape, grey = min(sides), autoencoder.shape_of(*sides)[1:], facts.shape[0] == GREY
-        if not autoencoder.encodes_in_step:
-            return cls(autoencoder, size, shape, grey=grey)
+        if not (autoencoder.encodes_in_step and (facts.cropped or facts.augmentation)):
+            return cls(autoencoder, size, shape, grey=grey)  # other pictures are the same in each step
         return LatentsInStep(
             autoencoder, size, shape, grey=grey, horizontal_flip=facts.mirrored, augmentation=facts.augmentation
         )

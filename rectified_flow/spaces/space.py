@@ -31,6 +31,8 @@ class DataFacts:
     """Whether training mirrors half of the data."""
     augmentation: float = 0.0
     """Probability of each change that augmentation makes; if it is not 0, the space has to use ``augmentation``."""
+    cropped: bool = False
+    """Whether training crops data at random."""
     autoencoder: Sequence[str] = ()
     """Name and arguments of an autoencoder; given only to a space that uses ``autoencoder``."""
     stored: "Space | None" = None

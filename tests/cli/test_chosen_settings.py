@@ -68,11 +68,8 @@ def test_small_pictures_are_not_enlarged(largest: tuple[int, int], words: str, s
         *((300, 1e3, "", (256, "small")), (300, 1e2, "", (128, "small")), (300, 1, "", (32, ""))),
         *((40, 1e3, "", (32, "")), (16, 1e3, "", (16, ""))),
         *((300, 1e3, "--image_size 32", (32, "")), (300, 1e3, "--autoencoder small", (64, "small"))),
-        *(
-            (300, 1e3, "--alpha", (64, "")),
-            (300, 1e3, "--augment 0.3", (256, "small")),
-            (300, 1e3, "--train_num_steps 9", (64, "")),
-        ),
+        *((300, 1e3, "--alpha", (64, "")), (300, 1e3, "--train_num_steps 9", (64, ""))),
+        (300, 1e3, "--augment 0.3", (256, "small")),
         *((128, 1e3, "--init_from none", (128, "small")), (128, 1e3, "--init_from runs/other", (64, ""))),
         (100, 1e3, "--use_cfg --method mean_flow --guidance_scale 2 --batch_size 3", (128, "small")),
     ],
@@ -84,11 +81,11 @@ def test_the_size_of_the_pictures(side: int, rate: float, words: str, chosen: tu
     assert (data.image_size, name_of(data.autoencoder)) == chosen
 
 
-@pytest.mark.parametrize(("count", "side", "images"), [(190, 128, 192_000), (399, 128, 399_000), (401, 256, 401_000)])
+@pytest.mark.parametrize(("count", "side", "images"), [(200, 128, 192_000), (999, 128, 399_600), (1001, 256, 400_400)])
 def test_the_size_depends_on_the_images_that_the_run_may_process(
     count: int, side: int, images: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A run that augments ends after 1,000 passes over the pictures, or 192,000 images; 256 px need 400,000."""
+    """A run on latents ends after 400 passes over the pictures, or 192,000 images; 256 px need 400,000."""
     with patch.object(facts, "measure_speed", lambda *_: Speed(1e3)):
         assert recipe_of("", OwnPictures([(300, 300)] * count)).data.image_size == side
     assert f"about {images:,} images in 60 minutes" in capsys.readouterr().out
@@ -146,7 +143,7 @@ def test_flags_override_it() -> None:
     flags = chosen(800, "--augment 0 --stop_when_memorising")
     assert (flags["augment"], flags["stop_when_memorising"], flags["holdout"]) == (0, True, 0.05)
     assert chosen(800, "--holdout 0.2")["holdout"] == 0.2
-    assert [chosen(400, f"--autoencoder {name}")["augment"] for name in ("small", "Haar")] == [0.15, 0]
+    assert chosen(800, "--autoencoder small")["augment"] == 0
     given = chosen(800, "--dim 40 --batch_size 24 --learning_rate 1e-4 --ema_decay 0.5 --sample_every 7")
     assert (given["dim"], given["dim_mults"]) == (40, [1, 2, 3, 4]), "one's own network is left as it is"
     assert (given["batch_size"], given["global_batch_size"]) == (24, None)
@@ -205,7 +202,7 @@ def test_stratified_times_are_not_chosen_for_other_flows_or_times() -> None:
         (TrainConfig, "--image_size 24", {"starter": "unsuited", "sides": (24, 24), "augment": 0.15}),
         (TrainConfig, "--init_from starter --augment 0.3", {"starter": "requested", "augment": 0.3}),
         (TrainConfig, "--autoencoder Haar", {"starter": "unsuited", "augment": 0}),
-        (TrainConfig, "--autoencoder small", {"starter": "suited", "latents": True, "augment": 0.15}),
+        (TrainConfig, "--autoencoder small", {"starter": "suited", "latents": True, "augment": 0}),
         (TrainConfig, "--autoencoder small --init_from none", {"starter": "unsuited"}),
         (TrainConfig, "--autoencoder small --image_size 256", {"starter": "unsuited", "sides": (32, 32)}),
         *(

@@ -119,7 +119,7 @@ def test_large_pictures_are_trained_on_as_latents_from_the_starter(tmp_path: Pat
         smooth = Image.fromarray(pixels).resize((150, 130), Image.Resampling.BICUBIC)  # the autoencoder spoils noise
         smooth.save(tmp_path / f"pictures/{number}.png")
     words = f"--dataset_path {tmp_path}/pictures --cache_dir {tmp_path}/cache --output_dir {tmp_path}/run --dry_run"
-    said = printed(f"{words} --budget 1m --augment 0")
+    said = printed(f"{words} --budget 1m")
     assert not (tmp_path / "run").exists(), "a dry run"
     assert "size        --image_size 128 --autoencoder small: about 5,400 images in 1.0 minutes" in said
     assert re.search(r"starters/small/step_\d+: ([\d,]+) of \1 weights", said), "all of them are initialised"

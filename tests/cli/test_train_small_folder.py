@@ -143,7 +143,7 @@ def test_columns_that_the_network_gets_and_those_that_it_does_not_get(pictures: 
 
 
 def test_a_dry_run_writes_the_sheet_beside_the_store_and_a_run_into_its_folder(one_each: Path, tmp_path: Path) -> None:
-    """The pictures are encoded for both sheets, in a dry run without a measured scale, which rounds otherwise."""
+    """The latents of a dry run are not stored, but computed for the sheet; those of a run have half precision."""
     flags = f"{TINY} --image_size 16 --autoencoder small --dataset_path {one_each} --holdout 0"
     flags += f" --cache_dir {tmp_path}/cache --output_dir {tmp_path}/run"
     [said] = run_on_ranks(1, printed, f"{flags} --dry_run")
@@ -158,7 +158,7 @@ def test_a_dry_run_writes_the_sheet_beside_the_store_and_a_run_into_its_folder(o
     assert all(first.count(line) == 1 for line in trained.info["Description"].splitlines())
     before, after = (np.asarray(each).astype(int) for each in (planned, trained))
     assert before.shape == after.shape
-    assert abs(before - after).max() <= 1
+    assert abs(before - after).max() <= 8
 
 
 def test_the_framing_names_a_store_where_it_is_not_the_default(tmp_path: Path) -> None:

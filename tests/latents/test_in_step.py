@@ -132,6 +132,8 @@ def test_the_autoencoder_decides_and_a_student_stores_latents() -> None:
     teacher = build_space(data)
     assert isinstance(teacher, LatentsInStep)
     assert (teacher.key, teacher.augmentation, teacher.horizontal_flip) == ("images", 0.1, True)
+    assert isinstance(build_space(DataConfig(autoencoder=("small",), image_size=16, crop="random")), LatentsInStep)
     student = build_space(DataConfig(autoencoder=("small",), image_size=16), teacher=teacher)
-    for stored in (student, build_space(DataConfig(autoencoder=("Haar",), image_size=16))):
+    plain = (build_space(DataConfig(autoencoder=(name,), image_size=16)) for name in ("small", "Haar"))
+    for stored in (student, *plain):
         assert (type(stored), stored.key) == (Latents, "latents")
