@@ -162,12 +162,31 @@ def test_autoguidance_by_the_early_checkpoint(run: Path, tmp_path: Path, capfd: 
     assert np.corrcoef((one - plain)[inside], (plain - early)[inside])[0, 1] > 0.5
 
 
-def test_pictures_of_an_earlier_call_are_not_mixed_in(run: Path, tmp_path: Path) -> None:
-    flags = f"--checkpoint {run} --steps 1 --output_dir {tmp_path} --num_samples"
-    assert program("sample.py", f"{flags} 3".split())[0] == 0
-    assert_refused("sample.py", 1, f"{flags} 2", "contains 00002.png of an earlier call")
-    assert program("sample.py", f"{flags} 4".split())[0] == 0
-    assert len(pictures(tmp_path)) == 5
+def test_no_call_replaces_the_pictures_of_an_earlier_one(run: Path, tmp_path: Path) -> None:
+    """Numbers go on for samples, for results of given pictures and for grids; each picture can be generated again."""
+    (tmp_path / "given").mkdir()
+    write_picture(tmp_path / "given/nearest.png", np.zeros((8, 8, 3), dtype=np.uint8))
+    write_picture(tmp_path / "mask.png", np.full((8, 8, 3), 255, dtype=np.uint8))
+    flags = ["--checkpoint", run, "--steps", 1, "--output_dir", tmp_path / "made"]
+    translated = [*flags, "--from_images", tmp_path / "given", "--mask", tmp_path / "mask.png"]
+    calls = {
+        ("00000.png", "00001.png", "00002.png", "grid.png"): [*flags, "--num_samples", 3],
+        ("00003.png", "00004.png", "grid-2.png"): [*flags, "--num_samples", 2, "--seed", 1],
+        ("nearest.png", "grid-3.png"): translated,
+        ("nearest-2.png", "nearest-3.png", "grid-4.png"): [*translated, "--variants", 2],
+    }
+    before: dict[str, bytes] = {}
+    for expected, words in calls.items():
+        draw(*words)
+        now = {file.name: file.read_bytes() for file in (tmp_path / "made").glob("*.png")}
+        assert now.keys() - before.keys() == {*expected}
+        assert {name: now[name] for name in before} == before
+        before = now
+    past = read_provenance(tmp_path / "made/00004.png")
+    assert (past.seed, past.number) == (1, 1), "the number within its call"
+    draw("--checkpoint", run, "--output_dir", tmp_path / "again", "--like", tmp_path / "made/00004.png")
+    again = pictures(tmp_path / "again")["00001-seed-1.png"]
+    assert np.abs(again - pictures(tmp_path / "made")["00004.png"]).max() <= 1
 
 
 def test_a_folder_that_another_process_draws_into_is_refused(run: Path, tmp_path: Path) -> None:
