@@ -1,4 +1,4 @@
-"""Names of the files of sample.py, which are numbered on from those of earlier calls, so that no picture is replaced."""
+"""Names of the files of sample.py: numbers go on from those of earlier calls, so that no picture is replaced."""
 
 import re
 from collections.abc import Iterable, Sequence

@@ -11,13 +11,14 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import set_seed
 
 from rectified_flow.cli import facts, plan
+from rectified_flow.cli.budget import seconds_of, time_text
 from rectified_flow.cli.build import build_flow, choose_network, divisor_of, join
 from rectified_flow.cli.checks import check_flags, check_items, check_sides, check_space
 from rectified_flow.cli.data import build_space, find_data, flags_of_files
 from rectified_flow.cli.distill import DistillationData, open_distilled
 from rectified_flow.cli.record import DATA_FLAGS, check_one_step, distillation_of, with_record
 from rectified_flow.cli.settings import Settings
-from rectified_flow.cli.training_flags import UNET, EvaluationConfig, OneStepConfig, TrainConfig, seconds_of
+from rectified_flow.cli.training_flags import UNET, EvaluationConfig, OneStepConfig, TrainConfig
 from rectified_flow.condition import ConditionSpecs
 from rectified_flow.data.description import RunData, with_sources
 from rectified_flow.data.report import sentences
@@ -85,7 +86,7 @@ def one_step_of(settings: Settings[TrainConfig], *, spent: float) -> Settings[Tr
         flags["checkpoint_dir"] = run.checkpoint_dir / "one-step"
     if not (flags["output_dir"] / CLOCK_FILE).exists():
         budget = seconds_of(settings.values.program.budget or facts.DEFAULT_BUDGET)
-        flags["budget"] = f"{min(max(budget - spent, budget / 10), budget / 2):.1f}s"
+        flags["budget"] = time_text(min(max(budget - spent, budget / 10), budget / 2))
     return Settings(OneStepConfig, {"given": flags})
 
 
