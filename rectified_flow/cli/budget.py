@@ -1,6 +1,7 @@
 """Times in words, as people write them: ``90s``, ``45 min``, ``1h30m`` or ``1.5 hours``. Imports no torch."""
 
 import re
+from collections.abc import Sequence
 
 from rectified_flow.errors import UsageError
 
@@ -22,6 +23,18 @@ def seconds_of(budget: str) -> float:
     if seconds < SHORTEST:
         raise UsageError(f"--budget is {budget}; it must be a time such as 90s, 45min, 1h30m or 1d")
     return seconds
+
+
+def with_joined_time(arguments: Sequence[str]) -> list[str]:
+    """Return the words of a command line with those of a time as one word, such as ``--budget 45 min``."""
+    words, is_time = list[str](), False
+    for word in arguments:
+        if is_time and words[-1] != "--budget" and not word.startswith("-"):
+            words[-1] += f" {word}"
+        else:
+            is_time = word == "--budget" or (is_time and words[-1] == "--budget")
+            words.append(word)
+    return words
 
 
 def time_text(seconds: float) -> str:
