@@ -222,10 +222,13 @@ def typed_flags(config_class: type[C], flags: Flags, source: object) -> dict[str
 
 def _from_file(config_class: type[C], path: Path, given: Collection[str]) -> dict[str, Any]:
     """Return the flags in the file of ``--config`` that differ from the defaults."""
-    flags = flags_in(read_document(path, dict[str, Any]))
+    document = read_document(path, dict[str, Any])
+    if not isinstance(document.get("training", {}), Mapping):
+        raise DamageError(f"{path} is damaged: training must be an object with flags")
+    flags = flags_in(document)
     unknown = sorted(flags.keys() - flag_types(config_class).keys())
     refuse({f"config {path}": unknown}, f"sets flags that this program does not have: {', '.join(unknown)}")
-    modules = flags.pop("import", None)
+    modules = typed_flags(config_class, {"import": flags.pop("import", [])}, path)["import"]
     if modules and "import" not in given:
         raise UsageError(f"--config {path} belongs to a run with --import {' '.join(modules)}: pass it again")
     defaults = values_of(config_class())
@@ -240,6 +243,6 @@ def import_modules(modules: Sequence[str]) -> None:
     for name in modules:
         try:
             importlib.import_module(name)
-        except Exception as error:  # of any type, as the module is a user's
+        except (Exception, SystemExit) as error:  # of any type, as the module is a user's
             cause = f"{type(error).__name__}: {first_line(error)}"
             raise UsageError(f"--import {name} failed ({cause}): name a module that Python can import") from error

@@ -3,6 +3,7 @@
 import json
 import os
 import tempfile
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from errno import EACCES, EMFILE, ENFILE, ENOENT, ENOMEM, EPERM, ESTALE, ETIMEDOUT
@@ -119,6 +120,8 @@ def writing(
 
 def open_regular(path: Path) -> BufferedReader:
     """Open a regular file to read it: reading a pipe might wait, and a device might never end."""
+    if "\0" in str(path):
+        raise OSError("its name contains a null character")
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -174,7 +177,7 @@ T = TypeVar("T")
 
 def read_document(path: Path, schema: type[T]) -> T:
     """Read the JSON document at ``path``, with the errors of :func:`reading` and :func:`parse_document`."""
-    return parse_document(read_bytes(path), schema, path)
+    return parse_document(read_bytes(path).removeprefix(BOM_UTF8), schema, path)  # editors of Windows add the mark
 
 
 def parse_document(content: bytes | str, schema: type[T], source: object) -> T:
