@@ -104,7 +104,7 @@ def check_conditions(flow: Flow, source: object, pictures: RealData) -> None:
     labels = flow.conditions.get("labels")
     if isinstance(labels, Labels) and [*labels.examples] != pictures.class_names:
         differ = f"{source} was trained on different classes than {pictures.info.source}"
-        raise UsageError(f"{differ}: pass the training pictures of the checkpoint with --dataset_path")
+        raise UsageError(f"{differ}: pass the training pictures of the checkpoint with `dataset_path`")
     for name, column in getattr(pictures, "columns", {}).items():
         known = flow.conditions.get(name)
         if known is None or identity_of(known) != identity_of(column.kind):

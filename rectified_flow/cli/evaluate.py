@@ -26,7 +26,7 @@ from rectified_flow.spaces.pictures import RGBA
 from rectified_flow.system.artifact import claim
 from rectified_flow.system.files import locked, prepare_folder, replace_file, writing
 from rectified_flow.system.pictures import to_grid, write_picture
-from rectified_flow.system.terminal import lines, size_text
+from rectified_flow.system.terminal import lines, shown, size_text
 
 NEIGHBOURS_FILE = "neighbours.png"
 
@@ -75,15 +75,20 @@ def evaluate(config: EvaluateConfig) -> None:
 
 
 def _check_data(trained: Trained, dataset: RealData, state: PartialState) -> None:
-    """Check that all processes read one dataset that fits the flow, and warn if the run was trained on another."""
+    """Check that all processes read one dataset that fits the flow, and that of the run."""
     check_equal(state, lambda: {"the number of pictures": len(dataset), "their fingerprint": dataset.fingerprint})
     check_conditions(trained.flow, trained.source, dataset)
     if (problem := trained.flow.space.medium.misfit(dataset.space.medium)) is not None:
         raise UsageError(f"--dataset_path {dataset.info.source} {problem}")
+    warn_of_other_data(trained, dataset, state)
+
+
+def warn_of_other_data(trained: Trained, dataset: RealData, state: PartialState) -> None:
+    """Warn if a run was not trained on a dataset."""
     # The fingerprint in a run with a teacher is that of the teacher's data, not of the pictures.
     known = None if trained.run is None or trained.is_taught else trained.run.dataset
     if known not in (None, dataset.fingerprint):
-        state.print(f"warning: {dataset.info.source} is not, or no longer, what {trained.source} was trained on")
+        state.print(shown(f"warning: {dataset.info.source} is not, or no longer, what {trained.source} was trained on"))
 
 
 def _settings(config: EvaluateConfig, trained: Trained, state: PartialState) -> dict[str, Any]:
@@ -127,7 +132,7 @@ def _data_of_shape(trained: Trained, dataset_path: Path | None) -> PictureData:
     """Return the data of a run that another program trained, framed by their shape."""
     shape = trained.flow.space.medium.picture_shape
     if not shape or dataset_path is None:
-        raise UsageError(f"{trained.source} records no pictures: pass --dataset_path, or --import with its dataset")
+        raise UsageError(f"{trained.source} records no pictures: pass `dataset_path`, or `import` with its dataset")
     channels, height, width = shape
     ratio = f"{width}:{height}"
     return PictureData(Pictures(image_size=min(height, width), aspect_ratio=ratio, alpha=channels == RGBA))

@@ -121,7 +121,9 @@ class PicturesConfig(Flags):
     ] = None
     """Generate the picture in this file again, by the settings that are written in it."""
     nearest: Annotated[
-        tuple[Path] | tuple[()] | None, tyro.conf.arg(metavar="[FOLDER]", help_behavior_hint="(default: no)")
+        tuple[Path] | tuple[()] | None,
+        flag(stands_for="dataset_path"),
+        tyro.conf.arg(metavar="[FOLDER]", help_behavior_hint="(default: no)"),
     ] = None
     """Also write a sheet of the training pictures nearest to each sample; FOLDER has them if they have moved."""
     save_pretrained: Annotated[Path | None, flag(excludes="autoguidance")] = None

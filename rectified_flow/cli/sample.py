@@ -15,7 +15,7 @@ from torchvision.transforms.functional import pil_to_tensor
 from tqdm.auto import tqdm
 
 from rectified_flow.cli.build import open_trained
-from rectified_flow.cli.evaluate import real_data
+from rectified_flow.cli.evaluate import real_data, warn_of_other_data
 from rectified_flow.cli.model_flags import PicturesConfig, SampleConfig
 from rectified_flow.cli.sample_names import SHEETS, Names
 from rectified_flow.cli.sample_request import GRID_PICTURES, SampleRequest, read_request
@@ -44,6 +44,7 @@ from rectified_flow.system.pictures import (
 from rectified_flow.system.terminal import lines, progress_bar
 
 MODEL_GRID = "grid.png"  # beside the card of --save_pretrained
+MAX_LIKE_STEPS = 10_000  # a file of somebody else must not start a run of days
 NEAREST = 4  # training pictures beside each sample on the sheet of --nearest
 
 
@@ -101,6 +102,7 @@ def sample(config: SampleConfig) -> None:
     data = None
     if flags.nearest is not None:  # a folder is where the training pictures are now
         data = real_data(trained, dataset_path=next(iter(flags.nearest), None))[0]
+        warn_of_other_data(trained, data, state)
     folder = flags.output_dir or trained.run_folder / ("generated" if like is None else "like")
     with ExitStack() as held:
         names, sheets = on_main(state, lambda: _claim(folder, request.names, trained.flow.space.medium, flags, held))
@@ -125,6 +127,9 @@ def sample(config: SampleConfig) -> None:
 
 def _repeat(like: Provenance, trained: Trained, options: dict[str, Any]) -> SampleRequest:
     """Return the request for a picture that was generated earlier."""
+    if like.steps > MAX_LIKE_STEPS:
+        found = f"--like names {like.steps:,} steps, more than {MAX_LIKE_STEPS:,}"
+        raise UsageError(f"{found}: pass its settings by --steps, --seed and other flags instead")
     if like.model != model_hash(trained.flow):
         raise UsageError(f"--like needs a picture of {trained.source}, and another model generated this one")
     if like.number is None or like.from_picture:

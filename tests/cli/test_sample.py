@@ -1,7 +1,7 @@
 """Tests of sample.py: pictures that say how they were generated, their nearest training pictures, and autoguidance."""
 
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.checkpoint import FLOW_FILE
 from rectified_flow.spaces.pixels import Pixels
-from rectified_flow.system.pictures import read_provenance, write_picture
+from rectified_flow.system.pictures import Provenance, metadata_options, read_provenance, write_picture
 from tests.programs import assert_refused, call, program
 from tests.ranks import run_on_ranks
 from tests.tiny_flows import FLOWS, write
@@ -121,6 +121,17 @@ def test_the_nearest_training_pictures_are_shown_with_their_distances(
     words = f"--checkpoint {tmp_path}/run --num_samples 2 --steps 1 --output_dir {tmp_path}/two --nearest"
     assert_refused("sample.py", 1, words, "mine is not a folder")
     assert program("sample.py", f"{words} {tmp_path}/moved".split())[0] == 0
+    write_picture(tmp_path / "moved/0.png", np.full((8, 8, 3), 99, dtype=np.uint8))
+    capfd.readouterr()
+    draw(*f"{words} {tmp_path}/moved".split())
+    assert "moved is not, or no longer, what" in capfd.readouterr().out
+
+
+def test_a_file_of_somebody_else_starts_no_sampling_of_days(run: Path, tmp_path: Path) -> None:
+    settings = Provenance(model_hash(load_flow(run)), seed=0, steps=10**7, number=0)
+    write_picture(tmp_path / "a.png", np.zeros((8, 8, 3), dtype=np.uint8), **metadata_options(asdict(settings)))
+    words = f"--checkpoint {run} --like {tmp_path}/a.png --output_dir {tmp_path}/out"
+    assert_refused("sample.py", 1, words, "--like names 10,000,000 steps, more than 10,000")
 
 
 def test_autoguidance_by_the_early_checkpoint(run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
