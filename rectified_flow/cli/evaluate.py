@@ -29,6 +29,7 @@ from rectified_flow.system.pictures import to_grid, write_picture
 from rectified_flow.system.terminal import lines, shown, size_text
 
 NEIGHBOURS_FILE = "neighbours.png"
+FEW_SAMPLES = 2048  # the number of features of Inception: the covariance of fewer samples is singular
 
 
 def evaluate(config: EvaluateConfig) -> None:
@@ -147,7 +148,9 @@ def _summary(result: dict[str, Any]) -> str:
     network = ["  by {feature_network}, resized {resize}".format(**result)] if "feature_network" in result else []
     wide = max(38, *map(len, result["distances"]))
     numbers = [f"  {name:<{wide}} {value:.5g}" for name, value in result["distances"].items()]
-    return "\n".join([did.format(**result, where=where), *network, *numbers])
+    few = result["num_samples"] < FEW_SAMPLES and any("frechet" in name for name in result["distances"])
+    text = f"  of fewer than {FEW_SAMPLES:,} samples, a Fréchet distance is too large: compare equal numbers only"
+    return "\n".join([did.format(**result, where=where), *network, *numbers, *([text] if few else [])])
 
 
 def _write_down(folder: Path, result: dict[str, Any]) -> None:

@@ -27,7 +27,7 @@ from rectified_flow.randomness import Samples, deterministic
 from rectified_flow.spaces.degradations import Degradation
 from rectified_flow.spaces.medium import PREVIEW, Medium
 from rectified_flow.spaces.space import Space
-from rectified_flow.system.files import read_lines
+from rectified_flow.system.files import LONGEST, read_lines
 from rectified_flow.system.pictures import fit, open_picture, upright_size
 from rectified_flow.system.terminal import size_text
 
@@ -151,11 +151,23 @@ def written_conditions(flags: PicturesConfig, flow: Flow, source: Path) -> dict[
         _kind_of(caption, kinds, source, "--prompt")
         texts[caption] = [flags.prompt]
     if flags.classes is not None:
-        texts[label] = _kind_of(label, kinds, source, "--classes").split(flags.classes)
+        texts[label] = _values(label, flags.classes, kinds, source, f"--classes {flags.classes}")
     for option in (each for some in flags.set_ for each in some):
         name, _, text = option.partition("=")
-        texts[name] = [*texts.get(name, ()), *_kind_of(name, kinds, source, f"--set {option}").split(text)]
+        texts[name] = [*texts.get(name, ()), *_values(name, text, kinds, source, f"--set {option}")]
     return texts
+
+
+def _values(name: str, text: str, kinds: Mapping[str, WrittenCondition], source: Path, flag: str) -> list[str]:
+    """Return the values of a condition that a flag gives, each of which can be read."""
+    kind = _kind_of(name, kinds, source, flag)
+    try:
+        values = kind.split(text)
+        if not kind.is_text:  # any text is a caption, and encoding one takes long
+            read_written({name: kind}, {name: values})
+    except ValueError as error:
+        raise UsageError(f"{flag[:LONGEST]}: {first_line(error)}") from error
+    return values
 
 
 def _kind_of(name: str, kinds: Mapping[str, WrittenCondition], source: Path, flag: str) -> WrittenCondition:
@@ -173,8 +185,9 @@ def axis_of(text: str, flow: Flow, source: Path) -> tuple[str, list[str]]:
         if values and not (values.isdecimal() and 0 < int(values) <= MAX_CELLS):
             raise UsageError(f"--grid {text} must be seed=COUNT, with 1 to {MAX_CELLS}, such as seed=4")
         return name, [str(number) for number in range(int(values or SEEDS))]
-    kind = _kind_of(name, written(flow.conditions), source, f"--grid {text}")
-    given = kind.split(values) if values else list(kind.examples[:MAX_CELLS])
+    kinds, flag = written(flow.conditions), f"--grid {text}"
+    examples = list(_kind_of(name, kinds, source, flag).examples[:MAX_CELLS])
+    given = _values(name, values, kinds, source, flag) if values else examples
     refuse({f"grid {text}": not given}, f"needs values: pass {name}=VALUE,VALUE")
     return name, given
 

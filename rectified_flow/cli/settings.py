@@ -192,7 +192,7 @@ def check_rules(config: Any, given: Collection[str]) -> None:
             raise UsageError(f"--{name} needs --{' or --'.join(needs)}: pass both")
     set_together = changed.intersection(given)
     for name in sorted(set_together):
-        for other in rules[name].excludes.split():
+        for other in f"{rules[name].excludes} {rules[name].replaces}".split():
             if other in set_together:
                 raise UsageError(f"--{name} and --{other} exclude each other: pass one")
 

@@ -43,7 +43,7 @@ class DataConfig(Flags):
 
     dataset: Annotated[Part, flag(replaces="dataset_path")] = (OXFORD_FLOWERS,)
     """Hub id of a dataset with an image column, synthetic-flowers (no download), or a registered dataset."""
-    dataset_path: Annotated[Path | None, flag(local=True)] = None
+    dataset_path: Annotated[Path | None, flag(local=True, replaces="dataset")] = None
     """Folder of your own pictures or measurements (with a subfolder per class, or none), or a local datasets folder."""
     image_size: Annotated[int, Interval(ge=0, le=16384), flag(fixes_size=True)] = 64
     """Short side of the images [px]; pictures are resized by their short side and cropped to --aspect_ratio. 0 uses
