@@ -15,7 +15,7 @@ from secrets import token_hex
 from stat import S_IRUSR, S_ISREG, S_IWUSR
 from typing import Any, TypeVar, cast
 
-from filelock import FileLock, Timeout
+from filelock import AcquireReturnProxy, FileLock, Timeout
 
 from rectified_flow.errors import BusyError, DamageError, NewerError, RunError, UsageError
 from rectified_flow.system.terminal import warn_once
@@ -23,6 +23,7 @@ from rectified_flow.system.terminal import warn_once
 NO_DAMAGE = (EACCES, EPERM, EMFILE, ENFILE, ENOMEM, ESTALE, ETIMEDOUT)
 """Error numbers that do not indicate damage: missing rights, a busy network disk or too many open files."""
 LONGEST = 100  # maximum length of a refused path or value in an error message
+SILENT_WAIT = 1.0  # time after which a line says that another process is waited for [s]
 LOCK_TIMEOUT = 10.0
 """Time to wait for a process that is ending; loader processes may outlive a killed run by five seconds [s]."""
 
@@ -48,7 +49,8 @@ def locked(
         try:
             mode = folder.stat().st_mode & 0o666 | S_IRUSR | S_IWUSR
             # A marker file in place of a lock would outlive a killed process.
-            held.enter_context(FileLock(path, mode=mode, fallback_to_soft=False).acquire(timeout=timeout))
+            lock = FileLock(path, mode=mode, fallback_to_soft=False)
+            held.enter_context(_acquired(lock, busy or f"another process holds {path}", timeout))
         except Timeout as error:
             raise BusyError(f"{busy}: wait until it ends, or {remedy}") from error
         except PermissionError as error:
@@ -56,6 +58,16 @@ def locked(
         except (OSError, NotImplementedError) as error:
             warn_once(f"{folder} cannot be locked ({error}): make sure that no other process writes there")
         yield
+
+
+def _acquired(lock: FileLock, busy: str, timeout: float) -> AcquireReturnProxy:
+    """Acquire a lock, and print a line if that takes longer than a moment; a Timeout after ``timeout`` seconds."""
+    if 0 <= timeout <= SILENT_WAIT:
+        return lock.acquire(timeout=timeout)
+    with suppress(Timeout):
+        return lock.acquire(timeout=SILENT_WAIT)
+    warn_once(f"{busy}: waiting until it ends")
+    return lock.acquire(timeout=timeout if timeout < 0 else timeout - SILENT_WAIT)
 
 
 def flush(path: Path) -> None:
