@@ -184,10 +184,12 @@ class Labels(WrittenCondition):
     @override
     def parse(self, texts: Sequence[str]) -> Tensor:
         names = self.examples
-        known = {str(label): label for label in range(self.num_classes)} | {name: i for i, name in enumerate(names)}
+        # If all names are numbers, the number of a class could be the name of another.
+        numbers = {} if all(map(NUMBER.fullmatch, names)) else {str(label): label for label in range(self.num_classes)}
+        known = numbers | {name: label for label, name in enumerate(names)}
         for text in texts:
             if text not in known:
-                like = f"names like {', '.join(names[:3])}, or numbers up to {len(names) - 1}"
+                like = f"names like {', '.join(names[:3])}" + f", or numbers up to {len(names) - 1}" * bool(numbers)
                 raise UsageError(f"{text} does not exist: pass {like}")
         return torch.tensor([known[text] for text in texts])
 
@@ -209,6 +211,10 @@ NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNOREC
 DECIMAL = re.compile(r"[-+\u2212]?\d+[.,]?\d*", re.ASCII)
 GROUPED = re.compile(r"[-+\u2212]?[1-9]\d{0,2}((,\d{3})+(\.\d+)?|(\.\d{3})+,\d+|([' \xa0\u202f]\d{3})+([.,]\d+)?)")
 """Numbers with groups of digits; the comma of 1,234 may also be a decimal comma."""
+MEASURED = re.compile(
+    r"(?P<before>[$\u20ac\u00a3\u00a5])?\s*(?P<number>[-+\u2212]?\d+(?:[.,]\d+)?)\s*(?P<unit>[^\W\d_]+|[%\u00b0][CF]?)?"
+)
+"""A number with a unit."""
 MISSING = {"-", ".", "?", "na", "n/a", "n.a.", "nan", "null", "none", "<na>", "#n/a", "#div/0!", "\u2013", "\u2014"}
 """Texts that stand for no value in a column of numbers, in lower case."""
 NUMERIC = 0.9  # smallest share of numbers among the known values of a column of numbers
@@ -309,6 +315,21 @@ def as_number(text: str) -> float | None:
 def with_point(text: str) -> str:
     """Return a number with a point in place of a decimal comma, and the minus of a keyboard."""
     return text.replace(",", ".").replace("\u2212", "-") if DECIMAL.fullmatch(text) else text
+
+
+def without_unit(texts: Sequence[str]) -> tuple[list[str], str]:
+    """Return texts without the unit that follows the number in each of them, or precedes it; the unit is the second.
+
+    The unit is empty, and the texts are as they were, unless all but the missing ones have the same.
+    """
+    known = [text for text in texts if text.lower() not in MISSING]
+    found = [MEASURED.fullmatch(text) for text in known]
+    units = {(match["before"] or "") + (match["unit"] or "") if match else "" for match in found}
+    if len(units) != 1 or "" in units:
+        return list(texts), ""
+    numbers = (MEASURED.fullmatch(text) if text.lower() not in MISSING else None for text in texts)
+    without = [text if match is None else match["number"] for text, match in zip(texts, numbers, strict=True)]
+    return without, units.pop()
 
 
 class _NumberEmbedding(nn.Module):

@@ -153,3 +153,11 @@ def test_a_missing_number_is_as_good_as_none() -> None:
 def test_a_condition_with_the_name_of_another_input_is_refused(names: tuple[str, ...]) -> None:
     with pytest.raises(ValueError, match=f"the condition {names[-1]!r} has the name of another input"):
         unet({name: Labels(2) for name in names})
+
+
+def test_the_number_of_a_class_is_no_name_if_names_are_numbers() -> None:
+    labels = Labels(3, ("1", "2", "10"))
+    assert labels.parse(["1", "10"]).tolist() == [0, 2]
+    with pytest.raises(UsageError, match=r"^0 does not exist: pass names like 1, 2, 10$"):
+        labels.parse(["0"])
+    assert Labels(2, ("a", "b")).parse(["0", "b"]).tolist() == [0, 1]

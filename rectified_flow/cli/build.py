@@ -151,7 +151,8 @@ def build_flow(values: TrainConfig, conditions: ConditionSpecs, space: Space) ->
     has_columns = bool(values.columns.condition_on)
     columns = {name: kind for name, kind in conditions.items() if has_columns and name != "labels"}
     if network.use_cfg and not conditions.keys() - columns:
-        raise UsageError("--use_cfg needs labels: put the pictures of each class in a subfolder of its own")
+        advice = "put the pictures of each class in a subfolder of its own, or pass --condition_on COLUMN=label"
+        raise UsageError(f"--use_cfg needs labels: {advice} for a column of texts instead")
     shape = space.shape or ()
     kinds = {**(conditions if network.use_cfg else columns), **variant_conditions(space)}
     if source.is_given and not source.as_start:

@@ -56,15 +56,22 @@ def _described(pictures: DataConfig, source: SourceConfig, columns: ColumnConfig
         aspect_ratio=pictures.aspect_ratio,
         crop=pictures.crop,
         alpha=pictures.alpha,
+        grey=pictures.grey,
+        resize=pictures.resize or "lanczos",
+        bits=pictures.bits or 16,
         space=pictures.space,
         exclude=pictures.exclude,
         options=tuple(options),
         limit=pictures.max_train_samples,
+        image_column=pictures.image_column,
+        label_column=pictures.label_column,
     )
     data = PictureData(
         described,
         Columns(columns.condition_on, columns.text_encoder, columns.text_tokens) if columns.condition_on else None,
-        None if source.source_path is None else Sources(source.source_path, source.paired),
+        None
+        if source.source_path is None
+        else Sources(source.source_path, source.paired, source.source_resize or "lanczos"),
         degradation,
         pictures.holdout,
         seed,

@@ -22,7 +22,7 @@ from rectified_flow.evaluation.heldout import HeldOutPictures, divided
 from rectified_flow.flags import plain
 from rectified_flow.load import RESULTS_FILE, Trained, autocast, model_hash, read_results
 from rectified_flow.runs import checkpoint
-from rectified_flow.spaces.pictures import RGBA
+from rectified_flow.spaces.pictures import GREY, RGBA
 from rectified_flow.system.artifact import claim
 from rectified_flow.system.files import locked, prepare_folder, replace_file, writing
 from rectified_flow.system.pictures import to_grid, write_picture
@@ -51,6 +51,7 @@ def evaluate(config: EvaluateConfig) -> None:
         batch_size=config.model.batch_size,
         held_out=held_out,
         metrics=measure.metric or flow.space.medium.metrics,
+        medium=flow.space.medium,
     )
     settings = _settings(config, trained, state)
     texts = {"results": str(folder / RESULTS_FILE)}
@@ -136,7 +137,8 @@ def _data_of_shape(trained: Trained, dataset_path: Path | None) -> PictureData:
         raise UsageError(f"{trained.source} records no pictures: pass `dataset_path`, or `import` with its dataset")
     channels, height, width = shape
     ratio = f"{width}:{height}"
-    return PictureData(Pictures(image_size=min(height, width), aspect_ratio=ratio, alpha=channels == RGBA))
+    has_alpha, is_grey = channels == RGBA, channels == GREY
+    return PictureData(Pictures(image_size=min(height, width), aspect_ratio=ratio, alpha=has_alpha, grey=is_grey))
 
 
 def _summary(result: dict[str, Any]) -> str:

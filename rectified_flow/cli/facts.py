@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from math import ceil, inf
@@ -10,6 +11,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
+import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
 
@@ -28,10 +31,12 @@ from rectified_flow.cli.training_flags import (
     TrainProgramConfig,
 )
 from rectified_flow.data.framing import Crop
-from rectified_flow.data.sources import ImageSource
+from rectified_flow.data.sources import ImageSource, Row
 from rectified_flow.data.sources.folder import FileFolder
 from rectified_flow.data.sources.huggingface import HuggingFaceSource
 from rectified_flow.data.sources.synthetic_flowers import SYNTHETIC_FLOWERS
+from rectified_flow.data.store_writer import is_stored
+from rectified_flow.data.survey import survey
 from rectified_flow.distributed import on_main
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import values_of
@@ -44,13 +49,16 @@ from rectified_flow.registry import names
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.training_config import TrainingConfig
 from rectified_flow.spaces.space import Space
-from rectified_flow.system.machine import free_memory, memory
+from rectified_flow.system.machine import free_memory, memory, processors
 from rectified_flow.system.terminal import duration, line, lines
 from rectified_flow.training.clock import Clock
 from rectified_flow.training.optimizers import find_optimizer
 from rectified_flow.training.speed import Speed, measure_speed
 from rectified_flow.training.trainer import choose_precision
 
+TRIED = 16  # number of pictures that an autoencoder is tried on, and that are decoded to measure the time
+READING_SHARE = 1 / 3  # of the time: if reading all pictures takes longer, some are left out
+SHORTEST_WARM_UPS = 4  # least length of a run by default, as a multiple of its warm-up; a guess
 DEFAULT_BUDGET = "1h"
 """Budget of runs on a folder of pictures and of runs with a teacher, unless a flag gives the length."""
 
@@ -171,10 +179,74 @@ def chosen_size(
         return max(speeds, key=lambda speed: speed.rate)
 
     count = len(source.numbers_without(data.exclude, data.max_train_samples))
-    made = plan.choose_size(count, int(median(sides)), seconds, measure)
+
+    def error(side: int, autoencoder: tuple[str, ...]) -> float:
+        return round_trip_error(source, replace(data, image_size=side, autoencoder=autoencoder))
+
+    made = plan.choose_size(count, int(median(sides)), seconds, measure, error)
     if made.reasons:
         state.print(lines(made.reasons))
     return made.settings
+
+
+def round_trip_error(source: ImageSource, data: DataConfig) -> float:
+    """Return how much the autoencoder of the flags changes some of the pictures of a source. Collective.
+
+    Returns:
+        The median of the root mean square errors of the pictures [levels of 256]; 0 if none can be read.
+    """
+    # Pictures for random crops have a margin, which is no part of what is encoded.
+    data = replace(data, crop="center") if data.crop == "random" else data
+
+    def measure() -> float:
+        numbers = source.numbers_without(data.exclude, data.max_train_samples)
+        some, rows = numbers[:: 1 + (len(numbers) - 1) // TRIED], list[Row]()
+        how = source.rows(replace(data.framing, resize=data.resize or survey(source, data.framing, some).resize))
+        for number in some:
+            with suppress(Exception):  # a broken picture is reported when it is decoded
+                rows.append(how.fit(source.load(number)[0]).row)
+        if not rows:
+            return 0.0
+        space, pictures = build_space(data), torch.from_numpy(np.stack(rows))
+        space.medium.prepare(torch.device("cpu"))
+        errors = space.decode(space.encode(space.medium.stored(pictures))) - pictures / 255
+        return 255 * float(errors.square().flatten(1).mean(dim=1).sqrt().median())
+
+    return on_main(PartialState(), measure)
+
+
+def readable(source: ImageSource, data: DataConfig, budget: str) -> dict[str, int]:
+    """Return the number of pictures to read, as a flag, if all would take too much of the time. Collective.
+
+    Args:
+        source: the pictures.
+        data: the flags of the pictures.
+        budget: the time of the run in words.
+    """
+    framing, numbers = data.framing, source.numbers_without(data.exclude, data.max_train_samples)
+
+    def picture_time() -> float:
+        if is_stored(source, framing, data.cache_dir, exclude=data.exclude):
+            return 0.0
+        rows, some = source.rows(framing), numbers[:: 1 + (len(numbers) - 1) // TRIED]
+
+        def decode(number: int) -> None:
+            with suppress(Exception):  # a broken picture is reported when all are decoded
+                rows.fit(source.load(number)[0])
+
+        began = time.monotonic()
+        with ThreadPoolExecutor(processors()) as pool:
+            [*pool.map(decode, some)]
+        return (time.monotonic() - began) / len(some)
+
+    each, room = on_main(PartialState(), picture_time), READING_SHARE * seconds_of(budget)
+    if not numbers or each * len(numbers) <= room:
+        return {}
+    count = max(1, int(room / each))
+    whole = duration(each * len(numbers))
+    text = f"{count:,} of {len(numbers):,}, as reading all takes {whole}; --max_train_samples overrides the choice"
+    PartialState().print(line("pictures", text))
+    return {"max_train_samples": count}
 
 
 def facts_of(
@@ -241,6 +313,17 @@ def training_speed(flow: Flow, run: TrainingConfig, path_points: int) -> Speed:
     speed = measure_speed(flow, optimizer, count, path_points, lambda: autocast(precision, state.device))
     rates, memories = zip(*gather_object([speed]), strict=True)
     return Speed(state.num_processes * min(rates), max(memories))
+
+
+def short_warm_up(run: TrainingConfig, items: int, given: Collection[str]) -> dict[str, int]:
+    """Return the flag of a warm-up that suits a run too short for the default one, and print it."""
+    state = PartialState()
+    steps = run.total_steps(run.split_batch(state.num_processes), items)
+    most = max(1, steps // SHORTEST_WARM_UPS)
+    if "lr_warmup_steps" in given or run.lr_warmup_steps <= most:
+        return {}
+    state.print(line("warm-up", f"--lr_warmup_steps {most}, since the run has {steps:,} steps"))
+    return {"lr_warmup_steps": most}
 
 
 def print_speed(run: TrainingConfig, speed: Speed, items: int) -> None:

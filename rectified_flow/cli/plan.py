@@ -35,6 +35,7 @@ SIZES = {  # images from which a size and its --autoencoder give better pictures
     (64, ()): MIN_IMAGES,
     (32, ()): 0,
 }
+SPOILED = 14.0  # error above which an autoencoder spoils pictures (docs/latents.md)
 MIN_SHARE_OF_SIDE = 0.75  # smallest ratio of the side of the pictures to the chosen size; a guess
 STARTER_DIMS = {False: 32, True: 48}  # --dim of the starters for pixels and for latents
 STARTER_SIDES = {"pixels": range(32, 2**14 + 1), "small": range(32)}  # where half of the weights or more fit
@@ -134,6 +135,9 @@ class Trial(NamedTuple):
 
 MeasureSize = Callable[[int, tuple[str, ...]], Speed]
 """Function that returns the speed of a training on pictures of a side [px], through an autoencoder if it has words."""
+MeasureError = Callable[[int, tuple[str, ...]], float]
+"""Function that returns the error of pictures of a side [px] after an autoencoder: the median over the pictures of the
+root mean square difference [levels of 256]."""
 Measure = Callable[[Trial], Speed]
 """Function that returns the speed of a trial, summed over all processes. It is called at most once for each trial."""
 
@@ -185,7 +189,13 @@ def plan(facts: Facts, measure: Measure) -> Plan:
     return Plan(chosen, reasons, None if facts.limit == inf else max(steps, int(facts.limit / trial.batch)))
 
 
-def choose_size(pictures: int, side: int, seconds: float, measure: MeasureSize) -> Plan:
+def choose_size(
+    pictures: int,
+    side: int,
+    seconds: float,
+    measure: MeasureSize,
+    error: MeasureError = lambda _size, _autoencoder: 0.0,
+) -> Plan:
     """Choose the largest size of the pictures for which there is enough time; no settings if there is none.
 
     Args:
@@ -193,7 +203,9 @@ def choose_size(pictures: int, side: int, seconds: float, measure: MeasureSize) 
         side: median of the shorter sides of the pictures [px].
         seconds: the time that is left [s].
         measure: returns the speed at a size.
+        error: returns how much an autoencoder changes the pictures at a size.
     """
+    spoiled = ""
     for (size, autoencoder), min_images in SIZES.items():
         if side < MIN_SHARE_OF_SIDE * size:
             continue
@@ -201,8 +213,11 @@ def choose_size(pictures: int, side: int, seconds: float, measure: MeasureSize) 
         fitting = TRAINED_SHARE * seconds * measure(size, autoencoder).rate
         images = min(fitting, limit_of(pictures, augment))
         if images >= min_images:
+            if (changed := error(size, autoencoder) if autoencoder else 0.0) > SPOILED:
+                spoiled = f", as --autoencoder {autoencoder[0]} changes these pictures by {changed:.0f} of 255"
+                continue
             settings = {"image_size": size, "autoencoder": autoencoder}
-            text = f"about {images:,.0f} images in {duration(seconds)}; --image_size overrides the choice"
+            text = f"about {images:,.0f} images in {duration(seconds)}{spoiled}; --image_size overrides the choice"
             return Plan(settings, {"size": f"{' '.join(command_line(settings))}: {text}"})
     return Plan({}, {})
 

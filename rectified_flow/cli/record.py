@@ -20,6 +20,7 @@ from rectified_flow.runs import checkpoint
 from rectified_flow.runs.folder import prepare_folders, read_config
 from rectified_flow.runs.training_config import TrainingConfig
 from rectified_flow.system.artifact import Artifact, owned_files
+from rectified_flow.system.terminal import line
 
 C = TypeVar("C", bound=TrainConfig)
 DATA_FLAGS = frozenset(each.name for kind in (DataConfig, SourceConfig, ColumnConfig) for each in fields(kind))
@@ -53,6 +54,10 @@ def with_record(settings: Settings[C]) -> tuple[Settings[C], bool]:
     begun = on_main(state, lambda: begun_flags(values.run, distilled))
     if begun is not None:
         check_method(values.method, begun, values.run.output_dir)
+        asked, began = values.init.init_from, begun.get("init_from")
+        if "init_from" in settings.given and asked != began:
+            kept = f"--init_from {asked} has no effect, as the run in {values.run.output_dir} has begun"
+            state.print(line("note", f"{kept} from {began or 'random weights'}: choose another --output_dir"))
         if "global_batch_size" not in settings.given:
             begun |= _split_again(begun, state.num_processes)
         return settings.with_layer("recorded", begun).resolving(_same_teacher(begun, values.teacher.teacher)), True

@@ -227,9 +227,20 @@ def _read(flag: str, path: Path, read: Callable[[Path], Tensor]) -> Tensor:
 
 
 def load_mask(path: Path, files: Sequence[Path], medium: Medium) -> Tensor:
-    """Read ``--mask`` as bool ``[1, 1, h, w]``, true where it is white."""
+    """Read ``--mask`` as bool ``[1, 1, h, w]``, true where it is white; transparent parts are not white.
+
+    Raises:
+        UsageError: if the mask cannot be read, or its transparent parts leave open what is to be generated.
+    """
     height, width = medium.sides
-    mask = _read("mask", path, lambda path: pil_to_tensor(fit(open_picture(path), (width, height))).amax(dim=0) > HALF)
+    rgba = _read("mask", path, lambda path: pil_to_tensor(fit(open_picture(path), (width, height), mode="RGBA")))
+    is_seen = rgba[3] > HALF
+    mask = (rgba[:3].amax(dim=0) > HALF) & is_seen
+    if not is_seen.all() and not mask.equal(is_seen):
+        unclear = "has transparent parts beside dark ones, so that it is unclear what is generated"
+        raise UsageError(f"--mask {path} {unclear}: save it without transparency, white where pixels are generated")
+    if not mask.any():
+        raise UsageError(f"--mask {path} has no white pixels, so that nothing is generated: paint these parts white")
     size = upright_size(open_picture(path))
     for file in files:
         if (other := medium.size_of(file)) != size:

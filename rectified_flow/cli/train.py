@@ -1,6 +1,6 @@
 """The training program: open the data, plan the run, build the flow, train."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,12 @@ from rectified_flow.cli.build import build_flow, choose_network, divisor_of, joi
 from rectified_flow.cli.checks import check_flags, check_items, check_sides, check_space, warm_up_note
 from rectified_flow.cli.data import build_space, find_data, flags_of_files
 from rectified_flow.cli.distill import DistillationData, open_distilled
+from rectified_flow.cli.framing import FramedFlags, framing_of
 from rectified_flow.cli.record import DATA_FLAGS, check_one_step, distillation_of, with_record
 from rectified_flow.cli.settings import Settings
 from rectified_flow.cli.training_flags import UNET, EvaluationConfig, OneStepConfig, TrainConfig
 from rectified_flow.condition import ConditionSpecs
-from rectified_flow.data.description import RunData, with_sources
+from rectified_flow.data.description import PictureData, RunData, with_sources
 from rectified_flow.data.report import sentences
 from rectified_flow.data.sources import ImageSource
 from rectified_flow.data.store import ImageDataset, StoreDataset
@@ -59,34 +60,37 @@ def train(settings: Settings[TrainConfig]) -> bool:
     program = settings.values.program
     if not program.one_step or program.dry_run:
         return train_run(settings)
-    second = one_step_of(settings, spent=0.0)
+    own, budget = settings.layers.get("given", {}), program.budget or facts.DEFAULT_BUDGET
+    second = one_step_of(settings.values.run, own, budget, spent=0.0)
     distilled, run = distillation_of(second.values), second.values.run
     on_main(join(settings.values), lambda: check_one_step(run, second.values.method, distilled))
     if not train_run(settings):
         return False
-    second = one_step_of(settings, spent=facts.seconds_since(settings.began))
+    second = one_step_of(settings.values.run, own, budget, spent=facts.seconds_since(settings.began))
     AcceleratorState._reset_state()  # the run may have another precision
     return train_run(second)
 
 
-def one_step_of(settings: Settings[TrainConfig], *, spent: float) -> Settings[TrainConfig]:
+def one_step_of(run: TrainingConfig, given: Mapping[str, Any], budget: str, *, spent: float) -> Settings[TrainConfig]:
     """Return the settings of the one-step generator of ``--one_step``: this machine's flags, and the time that is left.
 
     The generator gets at most half of the budget, and at least a tenth. A generator that has begun has a clock of its
     own.
 
     Args:
-        settings: the settings of the run.
+        run: the flags of the run that it learns from.
+        given: the flags of the command line.
+        budget: the time of both in words.
         spent: the time that the run took [s].
     """
-    rules, run, given = rules_of(TrainConfig), settings.values.run, settings.layers.get("given", {})
+    rules = rules_of(TrainConfig)
     flags = {name: value for name, value in given.items() if rules[name].local and name not in DATA_FLAGS}
     flags |= {"teacher": run.output_dir, "output_dir": run.output_dir / "one-step", "seed": run.seed}
     if run.checkpoint_dir is not None:
         flags["checkpoint_dir"] = run.checkpoint_dir / "one-step"
-    if not (flags["output_dir"] / CLOCK_FILE).exists():
-        budget = seconds_of(settings.values.program.budget or facts.DEFAULT_BUDGET)
-        flags["budget"] = time_text(min(max(budget - spent, budget / 10), budget / 2))
+    if not (run.output_dir / "one-step" / CLOCK_FILE).exists():
+        seconds = seconds_of(budget)
+        flags["budget"] = time_text(min(max(seconds - spent, seconds / 10), seconds / 2))
     return Settings(OneStepConfig, {"given": flags})
 
 
@@ -100,18 +104,18 @@ def train_run(settings: Settings[TrainConfig]) -> bool:
     settings, has_begun = with_record(settings)
     values = settings.values
     distilled = distillation_of(values)
-    has_length, is_own = "train_num_steps" in settings.fixed, values.has_own_data
-    asked = facts.budget_of(program, is_own=is_own, has_length=has_length)
+    asked = facts.budget_of(program, is_own=values.has_own_data, has_length="train_num_steps" in settings.fixed)
     budget = None if has_begun else asked
     settings = settings.resolving(flags_of_files(values.data, may_choose=not has_begun and distilled is None))
     values = settings.values
     data, found = find_data(values.data, values.source, values.columns)
-    if not data.has_pictures:
+    if not isinstance(data, PictureData):
         check_items(settings.given, data.name)
-    elif not has_begun and distilled is None and facts.may_choose(program, is_own=is_own):
-        settings = with_recipe(settings, found, budget)
+    elif not has_begun and distilled is None:
+        settings, notes = with_pictures(settings, data, found, budget)
         values = settings.values
         data, found = find_data(values.data, values.source, values.columns)
+        found.notes = [*found.notes, *notes]
 
     # All checks that need no data precede the decoding of the pictures, which can take hours.
     space = build_space(values.data, found)
@@ -136,9 +140,13 @@ def train_run(settings: Settings[TrainConfig]) -> bool:
     space = build_space(values.data, opened, teacher)
     split = None
     if data.has_pictures and distilled is None:
-        stops, seed = values.evaluation.stop_when_memorising, values.data.data_seed or 0
-        is_given = "holdout" in settings.given
-        split = hold_out_pictures(opened, values.data.holdout, seed, is_given=is_given, stops=stops)
+        split = hold_out_pictures(
+            opened,
+            values.data.holdout,
+            values.data.data_seed or 0,
+            is_given="holdout" in settings.given,
+            stops=values.evaluation.stop_when_memorising,
+        )
     opened = with_sources(opened, data, space)
     rows = opened
     if distilled is None and not program.dry_run:  # before the plan, which then knows the time that encoding takes
@@ -240,6 +248,29 @@ def write_sheet_of_dry_run(
     on_main(state, write)
 
 
+def with_pictures(
+    settings: Settings[TrainConfig], data: PictureData, source: ImageSource, budget: str | None
+) -> tuple[Settings[TrainConfig], list[str]]:
+    """Return the settings with those that suit the pictures of a new run, and sentences about them. Collective.
+
+    Args:
+        settings: the settings of the run.
+        data: the description of the pictures.
+        source: the pictures.
+        budget: the time of the run in words, or None.
+    """
+    if facts.may_choose(settings.values.program, is_own=settings.values.has_own_data):
+        settings = with_recipe(settings, source, budget)
+    values, columns = settings.values, settings.values.columns.condition_on
+    chosen, notes = framing_of(
+        FramedFlags(values.data, values.source, values.init, columns, settings.given), data, source
+    )
+    settings = settings.resolving(chosen)
+    if budget is not None and {"max_train_samples", "paired"}.isdisjoint(settings.given):
+        settings = settings.with_layer("plan", facts.readable(source, settings.values.data, budget))
+    return settings, notes
+
+
 def with_recipe(settings: Settings[TrainConfig], source: ImageSource, budget: str | None) -> Settings[TrainConfig]:
     """Return the settings with those that suit the pictures of a source, and print them. Collective."""
     values, size = settings.values, None
@@ -276,8 +307,9 @@ def with_plan(
     """
     values, distilled = settings.values, distillation_of(settings.values)
     if budget is None:
-        facts.print_speed(values.run, speed_of(settings, conditions, space), _items_of(distilled, count))
-        return settings, None
+        items = _items_of(distilled, count)
+        facts.print_speed(values.run, speed_of(settings, conditions, space), items)
+        return settings.resolving(facts.short_warm_up(values.run, items, settings.given)), None
     network, fixed = choose_network(values.network), settings.fixed
     if facts.is_free(network, values.network, settings.given):
         fixed = fixed - {"network", *plan.UNET_FLAGS}
@@ -352,7 +384,12 @@ def _callbacks(
     if not hasattr(opened, "read_pictures"):  # items of a registered dataset
         real = RenderedItems(opened, flow.space, name)
     evaluator = Evaluator(
-        real, flags.feature_network, num_samples=flags.evaluation_samples, seed=run.seed, held_out=unseen
+        real,
+        flags.feature_network,
+        num_samples=flags.evaluation_samples,
+        seed=run.seed,
+        held_out=unseen,
+        medium=flow.space.medium,
     )
     return [EvaluationHook(evaluator, flags.evaluate_every, keeps_best=not flags.stop_when_memorising)]
 

@@ -10,7 +10,7 @@ from annotated_types import Interval, Len
 from rectified_flow.cli.budget import seconds_of
 from rectified_flow.cli.program_flags import ProgramConfig
 from rectified_flow.data import OXFORD_FLOWERS
-from rectified_flow.data.framing import Crop, Framing, parse_ratio
+from rectified_flow.data.framing import Bits, Crop, Framing, Resize, parse_ratio
 from rectified_flow.evaluation import FeatureNetwork
 from rectified_flow.flags import (
     AtLeastTwo,
@@ -54,6 +54,12 @@ class DataConfig(Flags):
     """Centre crop, random crop, or pad."""
     alpha: Annotated[bool, flag(excludes="autoencoder", fixes_size=True)] = False
     """Keep transparency as a fourth channel; otherwise transparent parts become white."""
+    grey: Annotated[bool, flag(excludes="alpha")] = False
+    """Train on the brightness of pictures alone, as one channel; the default if all pictures are grey."""
+    resize: Annotated[Resize | None, default_is("nearest for pixel art and label maps, else lanczos")] = None
+    """Filter that resizes pictures; nearest makes no new colours."""
+    bits: Annotated[Bits | None, default_is("by the values")] = None
+    """Bits of the values in 16-bit files that are read as pictures, such as 12."""
     space: Annotated[Part, flag(fixes_size=True), default_is("by the files, or Latents with --autoencoder")] = ()
     """Data space: Pixels, Fields for measurements (.npy, .tif, 16-bit .png), or a registered one; arguments of Fields
     are value_range, transform, show, channels_last and store_bits."""
@@ -62,7 +68,7 @@ class DataConfig(Flags):
     ] = ()
     """Train on latents of an autoencoder: small (in the package), a diffusers folder or hub id, or a registered one."""
     horizontal_flip: bool = True
-    """Mirror half of the training images."""
+    """Mirror half of the training images; by default, not if classes or captions name sides, digits or letters."""
     augment: Annotated[Probability, flag(fixes_size=True)] = 0.0
     """Probability of each augmentation; the network is conditioned on it. Try 0.15 on small data."""
     holdout: Annotated[Fraction, flag(for_pictures=True)] = 0.0
@@ -75,6 +81,10 @@ class DataConfig(Flags):
     """Pictures to leave out: paths in the folder, numbers of rows of a table, or a text file with one a line."""
     max_train_samples: Annotated[Positive | None, flag(for_pictures=True, excludes="paired"), default_is("all")] = None
     """Largest number of pictures to use, spread over the dataset, for a quick trial."""
+    image_column: Annotated[str, flag(for_pictures=True), default_is("image, if there is one")] = ""
+    """Column of the images of a table with several."""
+    label_column: Annotated[str, flag(for_pictures=True), default_is("label, if there is one")] = ""
+    """Column of the labels of a table with several."""
     cache_dir: Annotated[
         Path | None, flag(local=True), default_is("$RECTIFIED_FLOW_CACHE, else ~/.cache/rectified-flow")
     ] = None
@@ -89,7 +99,15 @@ class DataConfig(Flags):
     @property
     def framing(self) -> Framing:
         """The form in which pictures are stored and trained on."""
-        return Framing.of(self.image_size, self.aspect_ratio, alpha=self.alpha, crop=self.crop)
+        return Framing.of(
+            self.image_size,
+            self.aspect_ratio,
+            alpha=self.alpha,
+            crop=self.crop,
+            grey=self.grey,
+            resize=self.resize or "lanczos",
+            bits=self.bits or 16,
+        )
 
     @property
     def starter(self) -> str:
@@ -105,6 +123,10 @@ class SourceConfig(Flags):
     """Folder of source pictures, which are translated to pictures like those of the dataset."""
     paired: Annotated[bool, flag(needs="source_path", excludes="coupling")] = False
     """Pair files of the same name in both folders (cut pairs in one file first); otherwise pairs are random."""
+    source_resize: Annotated[
+        Resize | None, flag(needs="source_path"), default_is("as for --resize, by the sources")
+    ] = None
+    """Filter that resizes source pictures."""
     degrade: Annotated[str | None, flag(excludes="autoencoder coupling", fixes_size=True)] = None
     """Make sources from the pictures: downsample:4, grey, blur:2, mask:box, mask:brush, edges, or a registered one."""
     source_as: Annotated[

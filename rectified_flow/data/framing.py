@@ -1,4 +1,4 @@
-"""The framing of the training pictures: their size, channels and crop."""
+"""The framing of the training pictures: their size, channels, crop and resampling."""
 
 import fractions
 import re
@@ -11,6 +11,8 @@ from rectified_flow.errors import UsageError
 from rectified_flow.system.terminal import size_text
 
 Crop = Literal["center", "random", "none"]
+Resize = Literal["lanczos", "nearest"]
+Bits = Literal[8, 10, 12, 14, 16]
 Side = Annotated[int, Gt(0)]
 MARGIN = 1.25  # sides of a stored image from which random parts are cropped, as multiples of the sides of the parts
 
@@ -24,28 +26,44 @@ class Framing:
         height: height of the network's input [px].
         alpha: keep transparency, as a fourth channel.
         crop: the centre, a random part at each step, or nothing: the whole picture is padded.
+        grey: keep the brightness alone, as a single channel.
+        resize: filter that resizes the pictures: ``nearest`` makes no new colours.
+        bits: number of bits of the values in files of 16 bits.
     """
 
     width: Side
     height: Side
     alpha: bool = False
     crop: Crop = "center"
+    grey: bool = False
+    resize: Resize = "lanczos"
+    bits: Bits = 16
 
     @classmethod
-    def of(cls, image_size: int, aspect_ratio: str = "1:1", *, alpha: bool = False, crop: Crop = "center") -> Self:
-        """Build the framing from the values of flags; ``image_size`` is the short side."""
+    def of(
+        cls,
+        image_size: int,
+        aspect_ratio: str = "1:1",
+        *,
+        alpha: bool = False,
+        crop: Crop = "center",
+        grey: bool = False,
+        resize: Resize = "lanczos",
+        bits: Bits = 16,
+    ) -> Self:
+        """Build the framing by the short side, the ratio of width to height, and the other fields."""
         width, height = parse_ratio(aspect_ratio)
         short = min(width, height)
         times, rest = divmod(image_size, short)
         if rest:
             given = f"`image_size` {image_size} with `aspect_ratio` {aspect_ratio}"
             raise UsageError(f"{given} gives a fractional long side; pass a multiple of {short}")
-        return cls(width * times, height * times, alpha, crop)
+        return cls(width * times, height * times, alpha, crop, grey, resize, bits)
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """``(c, h, w)`` of the network's input."""
-        return 3 + self.alpha, self.height, self.width
+        return 1 if self.grey else 3 + self.alpha, self.height, self.width
 
     @property
     def stored_size(self) -> tuple[int, int]:
@@ -62,6 +80,13 @@ class Framing:
         """Return whether an image of this size would be enlarged when it is stored."""
         smaller = [given < stored for given, stored in zip((width, height), self.stored_size, strict=True)]
         return all(smaller) if self.crop == "none" else any(smaller)
+
+    def kept(self, width: int, height: int) -> float:
+        """Return the share of the area of an image of this size that is stored."""
+        if self.crop == "none":
+            return 1.0
+        ratio = width * self.height / (height * self.width)
+        return min(ratio, 1 / ratio)
 
 
 def parse_ratio(text: str) -> tuple[int, int]:

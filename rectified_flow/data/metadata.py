@@ -1,24 +1,11 @@
-"""Columns beside pictures: read from metadata files and text files, as conditions of a network.
+"""Columns beside pictures as conditions of a network: the kind of each, and its values for the rows of a store."""
 
-``metadata.csv`` and ``metadata.jsonl`` have the layout of datasets' ImageFolder: a column ``file_name``, relative to
-the folder of the file, and any others. ``NAME.txt`` beside a picture ``NAME.png`` is its column ``text``. A value that
-is missing or empty is "none".
-"""
-
-import csv
-import io
-import json
-import os
 import re
-import unicodedata
-from codecs import BOM_UTF16_BE, BOM_UTF16_LE
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
-from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
@@ -26,95 +13,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rectified_flow.condition import Condition, WrittenCondition, with_point
-from rectified_flow.errors import UsageError, first_line
+from rectified_flow.condition import Condition, Number, WrittenCondition, without_unit
+from rectified_flow.data.tables import FILE_NAME
+from rectified_flow.errors import UsageError
 from rectified_flow.flags import refuse
 from rectified_flow.registry import describe, find, names
-from rectified_flow.system.files import read_bytes
 
-METADATA_FILES = ("metadata.csv", "metadata.jsonl")
-FILE_NAME, TEXT = "file_name", "text"
-SEPARATORS = ",;\t"
 RESERVED = {
     *("x", "t", "r", "images", "latents", "noise", "noise_rows", "path", "source", "unknown", "labels", "time", "kind"),
     *("self", "steps", "count", "solver", "grid", "guidance", "start", "noise_level", "mask", "watch", "decode"),
     *("seed", "strength"),
 }
 """Names of other entries of a batch, inputs of a network, arguments of ``sample``, and an entry of a description."""
+DATE = re.compile(r"\d{4}[-/.]\d\d?[-/.]\d\d?|\d\d?[-/.]\d\d?[-/.]\d{2,4}")
 FIRST_VALUES, SHORT = 3, 30  # number of the most frequent values that are printed, and their largest length
-
-
-def read_metadata(metadata: Sequence[Path], files: Sequence[Path], notes: list[str]) -> dict[str, list[Any]]:
-    """Return the columns of pictures by name, from metadata files and from text files beside the pictures.
-
-    A sentence on rows of pictures that do not exist is added to ``notes`` unless it is there.
-    """
-    number = {_normal(file): row for row, file in enumerate(files)}
-    columns = defaultdict[str, list[Any]](lambda: [None] * len(files))
-    known, absent = set[int](), list[object]()
-    for path in metadata:
-        for values in _read(path):
-            name = values.pop(FILE_NAME, None)
-            row = number.get(_normal(path.parent / str(name).replace("\\", "/")))
-            if row is None:
-                absent.append(name)
-                continue
-            if row in known:
-                raise UsageError(f"{path} names {name} again: remove one of its two rows")
-            known.add(row)
-            for column, value in values.items():
-                columns[column][row] = value
-    if absent:
-        found = f"{len(absent)} of the {FILE_NAME}s in {metadata[0].name} do not exist, such as {absent[0]}"
-        if not known:
-            raise UsageError(f"{found}: write paths relative to it")
-        notes += [found] * (found not in notes)
-    if TEXT not in columns:
-        beside = {row: path for row, file in enumerate(files) if (path := file.with_suffix(".txt")).exists()}
-        for row, path in beside.items():
-            columns[TEXT][row] = _text_of(path)
-    return dict(columns)
-
-
-def _normal(file: Path) -> str:
-    """Return the path in a normal form, which is equal for all spellings and Unicode normalisations."""
-    return unicodedata.normalize("NFC", os.path.normpath(os.path.abspath(file)))
-
-
-def _text_of(path: Path) -> str:
-    """Return the contents of a text file in UTF-8, or in UTF-16 with a byte order mark."""
-    content = read_bytes(path)
-    encoding = "utf-16" if content.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) else "utf-8-sig"
-    with suppress(UnicodeDecodeError):
-        text = content.decode(encoding)
-        if "\0" not in text:  # every second byte of UTF-16 without a mark is 0
-            return text.replace("\r\n", "\n").replace("\r", "\n")
-    raise UsageError(f"{path} is not encoded as UTF-8, but perhaps as Windows-1252: save it as UTF-8")
-
-
-def _read(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a metadata file."""
-    text, rows = _text_of(path), list[dict[str, Any]]()
-    lines = (dict(json.loads(line)) for line in text.split("\n") if line.strip())
-    try:
-        rows.extend(_csv_rows(text) if path.suffix == ".csv" else lines)
-    except (ValueError, TypeError, csv.Error) as error:
-        raise UsageError(f"{path} cannot be read (row {len(rows) + 1}: {first_line(error)}): correct it") from error
-    return rows
-
-
-def _csv_rows(text: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows; the separator is the one that surrounds ``file_name`` in the header."""
-    header = text.partition("\n")[0]
-    found = [each for each in SEPARATORS if FILE_NAME in (name.strip(' "') for name in header.split(each))]
-    if not found:
-        raise ValueError(f"the first line has no column {FILE_NAME} between commas, semicolons or tabs")
-    how: dict[str, Any] = {"delimiter": found[0], "restval": "", "skipinitialspace": True, "strict": True}
-    for row in csv.DictReader(io.StringIO(text), **how):
-        if any(row.pop(None, ())):  # csv.DictReader stores surplus values under None
-            raise ValueError("it has more values than the header; put texts with commas in quotes")
-        named = {name.strip(): value for name, value in row.items() if name.strip()}
-        yield named if found[0] == "," else {name: with_point(value.strip()) for name, value in named.items()}
 
 
 @dataclass(frozen=True)
@@ -176,6 +88,8 @@ class ColumnSpec:
     kind: type[WrittenCondition]
     first: np.ndarray[Any, np.dtype[np.int64]]
     texts: list[str]
+    remark: str = ""
+    """A sentence about how the values are read."""
 
     @property
     def has_identifiers(self) -> bool:
@@ -189,7 +103,9 @@ class ColumnSpec:
         gaps = f", missing in {missing} of {len(self.first) - 1} rows" * (missing > 0)
         first = counts.most_common(FIRST_VALUES)
         some = ", ".join(f"{shorten(text, SHORT, placeholder='...')} ({count})" for text, count in first)
-        return f"{self.kind.column_type}, {len(counts)} different{gaps}: {some}{', ...' * (len(counts) > FIRST_VALUES)}"
+        remark = f"; {self.remark}" * bool(self.remark)
+        more = ", ..." * (len(counts) > FIRST_VALUES)
+        return f"{self.kind.column_type}, {len(counts)} different{gaps}: {some}{more}{remark}"
 
 
 def choose_columns(
@@ -224,6 +140,15 @@ def _spec(column: str, values: Mapping[str, Any], kinds: Sequence[type[WrittenCo
     """Return a column as the first of the kinds that suits its values; None if it has no values, or nested ones."""
     cells = {name: cell for name, value in values.items() if (cell := _texts_of(value)) is not None}
     texts, several = [text for cell in cells.values() for text in cell], any(len(cell) > 1 for cell in cells.values())
+    remark = ""
+    if texts and Number in kinds and not several:
+        texts, unit = without_unit(texts)
+        cells = {
+            **cells,
+            **dict(zip((name for name, cell in cells.items() if cell), ([text] for text in texts), strict=True)),
+        }
+        remark = f"read as numbers of {unit}; pass {column}=label for labels" * bool(unit)
+        remark = remark or "dates are read as texts; write a number such as the year" * all(map(DATE.match, texts))
     suitable = [kind for kind in kinds if len(kinds) == 1 or (kind.suits(texts) and not several)]
     suitable += [kind for kind in kinds if kind.is_text]
     if len(cells) < len(values) or not suitable:
@@ -237,7 +162,7 @@ def _spec(column: str, values: Mapping[str, Any], kinds: Sequence[type[WrittenCo
             raise UsageError(f"{found}: correct this value, or pass {column}=label") from error
     first = np.cumsum([0, *map(len, normal)], dtype=np.int64)
     texts = [text for cell in normal for text in cell]
-    return ColumnSpec(condition_name(column), column, kind, first, texts) if texts else None
+    return ColumnSpec(condition_name(column), column, kind, first, texts, remark) if texts else None
 
 
 def _texts_of(value: Any) -> list[str] | None:

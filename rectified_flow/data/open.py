@@ -9,7 +9,7 @@ from typing import Any, cast
 from torch.utils.data import Dataset
 
 from rectified_flow.data import OXFORD_FLOWERS
-from rectified_flow.data.framing import Crop, Framing
+from rectified_flow.data.framing import Bits, Crop, Framing, Resize
 from rectified_flow.data.metadata import ColumnSpec, choose_columns
 from rectified_flow.data.sources import ImageSource
 from rectified_flow.data.sources.folder import FileFolder, find_files
@@ -41,11 +41,16 @@ class Pictures:
         crop: part to keep: ``center``, ``random`` or ``none``. For random parts, images have a margin, and the
             space of a flow must know the shape of the parts: ``Pixels((3, image_size, image_size))``.
         alpha: keep transparency, as a fourth channel.
+        grey: keep the brightness alone, as a single channel.
+        resize: filter that resizes the pictures: ``lanczos`` or ``nearest``.
+        bits: number of bits of the values in files of 16 bits, which are read as pictures.
         space: name of the space of the data, and its arguments ``KEY=VALUE``. ``Fields`` reads the files of the folder
             as measurements, in their own type, instead of as uint8 pictures. With ``channels_last=True``, the last axis
             of an array is that of the channels; with ``store_bits=16``, floats are stored with 16 bits.
         exclude: images to leave out: paths relative to the folder, or numbers of rows.
         options: arguments ``KEY=VALUE`` of a registered dataset.
+        image_column: column of the images of a table; by default one with a conventional name such as ``image``.
+        label_column: column of the labels of a table; by default one with a conventional name such as ``label``.
         limit: largest number of images, which are spread over the source; all if not given.
     """
 
@@ -58,15 +63,33 @@ class Pictures:
     aspect_ratio: str = "1:1"
     crop: Crop = "center"
     alpha: bool = False
+    grey: bool = False
+    resize: Resize = "lanczos"
+    bits: Bits = 16
     space: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
     limit: Positive | None = None
+    image_column: str = ""
+    label_column: str = ""
 
     @property
     def framing(self) -> Framing:
         """The form in which the pictures are stored and trained on."""
-        return Framing.of(self.image_size, self.aspect_ratio, alpha=self.alpha, crop=self.crop)
+        return Framing.of(
+            self.image_size,
+            self.aspect_ratio,
+            alpha=self.alpha,
+            crop=self.crop,
+            grey=self.grey,
+            resize=self.resize,
+            bits=self.bits,
+        )
+
+    @property
+    def _columns(self) -> dict[str, str]:
+        """The columns of a table."""
+        return {"image_column": self.image_column, "label_column": self.label_column}
 
     def find(self) -> ImageSource:
         """Find the files or the table of the pictures.
@@ -83,15 +106,19 @@ class Pictures:
                 return SyntheticFlowers(2 * max(self.framing.stored_size))
             is_folder = os.path.isdir(self.dataset)
             refuse({f"dataset {self.dataset}": is_folder}, f"is a folder: pass it as `dataset_path` {self.dataset}")
-            return HuggingFaceSource(self.dataset, self.split)
+            return HuggingFaceSource(self.dataset, self.split, **self._columns)
         folder = usable_path("the folder", self.dataset_path).resolve()
         if not folder.is_dir():
             what = content_of(folder) if folder.is_file() else None
-            raise UsageError(f"{folder} is not a folder" + f", but {what}" * (what is not None))
+            what = what or (f"a file: pass its folder {printable(folder.parent)}" if folder.is_file() else "")
+            raise UsageError(f"{folder} is not a folder" + f", but {what}" * bool(what))
+        table = find_dataset_file(folder)
+        needless = {f"{name} {column}": bool(column) for name, column in self._columns.items()}
+        refuse(needless if table is None else {}, f"is for tables, and {folder} is a folder of files: leave it out")
         if reader is not None:
             return cast(ImageSource, reader(folder, split=self.split, **typed_options("space", reader, options)))
-        if find_dataset_file(folder) is not None:
-            return HuggingFaceSource(folder, self.split)
+        if table is not None:
+            return HuggingFaceSource(folder, self.split, **self._columns)
         source = FileFolder(folder, split=self.split)
         for other, _most, odd in _claims(folder):
             if odd:

@@ -4,6 +4,7 @@ A store is an artifact: a file ``NAME.DTYPE`` ``[n, ...]`` for each entry of its
 ``labels.npy`` ``[n]`` (-1 without labels), ``info.json``, and the manifest by which a later change is noticed.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple, Self, cast
+from unicodedata import normalize
 
 import numpy as np
 import torch
@@ -279,10 +281,9 @@ def pair_by_name(
     names to ``exclude`` may have a partner, as they are left out of the pictures alone.
     """
     mine, theirs = ([str(Path(name).with_suffix("")) for name in each.names] for each in (pictures, source))
-    row_of = {stem: row for row, stem in enumerate(theirs)}
     partners = [
         row if row is not None and _is_alike(original, source.originals[row]) else -1
-        for original, row in zip(pictures.originals, map(row_of.get, mine), strict=True)
+        for original, row in zip(pictures.originals, _partners(pictures.names, source.names), strict=True)
     ]
     paired = [row for row, partner in enumerate(partners) if partner >= 0]
     excluded = {str(Path(name).with_suffix("")) for name in exclude}
@@ -293,6 +294,36 @@ def pair_by_name(
             raise UsageError(f"{found}: add the partner, or pass `skip_broken_images`")
         pictures = pictures.changed(remarks=(*pictures.remarks, f"{found}; they are left out"))
     return pictures.changed(source=source, partners=np.asarray(partners)).subset(paired)
+
+
+def _partners(names: Sequence[str], others: Sequence[str]) -> list[int | None]:
+    """Return the number of the partner of each name among the others; None if there is none.
+
+    Names are compared as they are, then without their suffixes, then in any case and Unicode normalisation. A name that
+    is not unique on both sides, such as that of ``1.jpg`` beside ``1.png``, has no partner without its suffix.
+    """
+    found: list[int | None] = [None] * len(names)
+    for key in PAIR_KEYS:
+        taken = {row for row in found if row is not None}
+        free = [number for number, row in enumerate(found) if row is None]
+        mine = Counter(key(names[number]) for number in free)
+        theirs = Counter(key(name) for row, name in enumerate(others) if row not in taken)
+        row_of = {key(name): row for row, name in enumerate(others) if row not in taken}
+        for number in free:
+            name = key(names[number])
+            found[number] = row_of[name] if mine[name] == theirs[name] == 1 else None
+    return found
+
+
+def _without_suffix(name: str) -> str:
+    return str(Path(name).with_suffix(""))
+
+
+def _folded(name: str) -> str:
+    return normalize("NFC", normalize("NFC", _without_suffix(name)).casefold())
+
+
+PAIR_KEYS = (str, _without_suffix, _folded)
 
 
 def _is_alike(one: Original, other: Original) -> bool:

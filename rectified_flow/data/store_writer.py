@@ -6,6 +6,7 @@ a hash of everything that determines its contents. A changed source, size or spl
 
 import json
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from rectified_flow.data.census import counted_sentence
 from rectified_flow.data.framing import Framing
-from rectified_flow.data.sources import ImageSource, PictureRows, Row
+from rectified_flow.data.sources import TRANSPARENT, Fitted, ImageSource, PictureRows, Row
 from rectified_flow.data.store import INFO_FILE, LABELS_FILE, ORIGINALS_FILE, RECIPE_FILE, Original
 from rectified_flow.distributed import on_main
 from rectified_flow.errors import BusyError, UsageError, first_line
@@ -192,18 +193,38 @@ def open_store(
     ``limit``, only so many images, spread over the source, are read.
     """
     framing = Framing(framing, framing) if isinstance(framing, int) else framing
-    rows = source.rows(framing)
+    store = _store_of(source, framing, cache_dir, exclude, limit, skip_broken_images=skip_broken_images)
+    with store.claimed(REMEDY) as is_missing:
+        if is_missing:
+            with store.building():
+                numbers = source.numbers_without(exclude, limit)
+                _build(store, source, numbers, source.rows(framing), skip_broken_images)
+    return store.path
+
+
+def is_stored(source: ImageSource, framing: Framing, cache_dir: Path | None = None, *, exclude: Sequence[str]) -> bool:
+    """Return whether all images of ``source`` but the excluded ones are in a store, so that opening them is quick."""
+    both = (_store_of(source, framing, cache_dir, exclude, None, skip_broken_images=skips) for skips in (False, True))
+    return any(store.is_whole for store in both)
+
+
+def _store_of(
+    source: ImageSource,
+    framing: Framing,
+    cache_dir: Path | None,
+    exclude: Sequence[str],
+    limit: int | None,
+    *,
+    skip_broken_images: bool,
+) -> StoreWriter:
+    """Return the store of the images of ``source``, which may be missing."""
     chosen = [*sorted(exclude), *([] if limit is None else [limit])]
+    rows = source.rows(framing)
     key = key_of(STORE_VERSION, source.fingerprint, *astuple(framing), skip_broken_images, *rows.key, *chosen)
     slug = "".join(c if c.isalnum() else "-" for c in source.name).strip("-")[-40:]
     cache_dir = default_cache_dir() if cache_dir is None else usable_path("`cache_dir`", cache_dir)
     path = cache_dir / f"{slug}-{framing.size_text}px-{key}"
-    store = StoreWriter(path, len(source), "image store", documents=[ORIGINALS_FILE])
-    with store.claimed(REMEDY) as is_missing:
-        if is_missing:
-            with store.building():
-                _build(store, source, source.numbers_without(exclude, limit), rows, skip_broken_images)
-    return path
+    return StoreWriter(path, len(source), "image store", documents=[ORIGINALS_FILE])
 
 
 def _build(
@@ -211,13 +232,13 @@ def _build(
 ) -> None:
     """Decode the images with the given numbers into the store, and note the names and sizes of the originals."""
 
-    def decode(index: int) -> tuple[Row, tuple[int, int], int] | None:
-        """Return the row of an image, its width and height before [px], and its class or -1; None if it is broken."""
+    def decode(index: int) -> tuple[Fitted, int] | None:
+        """Return the row of an image, and its class or -1; None if it is broken."""
         try:
             image, label = source.load(index)
             if not -1 <= label < len(source.class_names):
                 raise UsageError(f"its label is {label}, outside the {len(source.class_names)} classes numbered from 0")
-            return *rows.fit(image), label
+            return rows.fit(image), label
         except Exception as error:  # decoders raise exceptions of many types
             if skip_broken_images:
                 return None
@@ -225,6 +246,7 @@ def _build(
             raise UsageError(f"{broken}: remove it, or pass `skip_broken_images`") from error
 
     kept, broken, contents, equal = list[tuple[Original, int]](), list[str](), set[bytes](), list[str]()
+    remarked = defaultdict[str, list[str]](list)
     bar = progress_bar(total=len(numbers), desc=f"preparing {source.name}", unit="img")
     with bar, ThreadPoolExecutor(processors()) as pool:  # the decoder releases the GIL
         for start in range(0, len(numbers), CHUNK):
@@ -234,8 +256,10 @@ def _build(
                 if decoded is None:
                     broken.append(source.place_of(index))
                     continue
-                row, size, label = decoded
+                (row, size, remarks), label = decoded
                 rows.add(row)
+                for remark in remarks:
+                    remarked[remark].append(source.name_of(index))
                 written.append(row)
                 kept.append((Original(source.name_of(index), *size), label))
                 content = blake2b(row.tobytes(), digest_size=16).digest()
@@ -248,6 +272,11 @@ def _build(
                 store.write(len(kept) - len(written), images, durable=False)  # the whole store is flushed at the end
     if not kept:
         raise UsageError(f"none of the {len(broken)} images in {source.name} could be read")
+    if len(remarked.get(TRANSPARENT, [])) == len(kept):
+        raise UsageError(f"all {len(kept)} pictures of {source.name} are {TRANSPARENT}: save them with visible pixels")
+    # The census counts transparent rows, if they have an alpha channel.
+    shown = [what for what in remarked if what != TRANSPARENT or not rows.framing.alpha]
+    noted = [counted_sentence(len(remarked[what]), what, remarked[what][0]) for what in shown]
     originals, labels = zip(*kept, strict=True)
     names, table = [original.name for original in originals], source.column_names()  # which may add a note
     (store.stage / ORIGINALS_FILE).write_text(json.dumps(originals))
@@ -258,7 +287,7 @@ def _build(
         class_names=list(source.class_names) if min(labels) >= 0 else [],
         skipped=broken,
         framing=asdict(rows.framing),
-        notes=[*source.notes, *_notes(len(source) - len(numbers), broken, equal), *rows.notes(names)],
+        notes=[*source.notes, *_notes(len(source) - len(numbers), broken, equal), *noted, *rows.notes(names)],
         table=table,
         **rows.info(source.name, {original[1:] for original in originals}),
     )

@@ -118,18 +118,25 @@ def precision_and_recall(real: Tensor, generated: Tensor) -> dict[str, float]:
     return {"precision": precise.float().mean().item(), "recall": recalled.float().mean().item()}
 
 
-def nearness(queries: Tensor, real: Tensor, colours: Tensor) -> Tensor:
-    """Compute the relative distance of each of ``queries`` to its nearest row of ``real``, ``[q]``; a copy has 0.
+def nearness(queries: Sequence[Tensor], real: Sequence[Tensor]) -> Tensor:
+    """Compute the relative distance of each of ``queries`` to its nearest training image, ``[q]``; a copy has 0.
 
-    The unit is the distance from that row to the nearest row that is no near-duplicate of it. (If near-duplicates
+    The unit is the distance from that image to the nearest one that is no near-duplicate of it. (If near-duplicates
     counted, no sample would be a copy of an image that is in the data twice.) So below 1, a query is nearer to a
-    training image than different training images are to each other.
+    training image than different training images are to each other. The smaller of two distances counts: by the
+    features of a network, which noise changes, and by colours, which find mirrored and noisy copies.
 
     Args:
-        queries: features of images ``[q, d]``.
-        real: features of training images ``[n, d]``.
-        colours: average colours of the training images ``[n, c]``, which find near-duplicates.
+        queries: features of images ``[q, d]`` by network; the last are average colours.
+        real: features of training images ``[n, d]`` by network.
     """
+    colours = real[-1]
+    ways = [(queries[0], real[0]), (queries[-1], colours), (mirrored(queries[-1]), colours)]
+    return torch.stack([_nearness(ours, theirs, colours) for ours, theirs in ways]).amin(dim=0)
+
+
+def _nearness(queries: Tensor, real: Tensor, colours: Tensor) -> Tensor:
+    """Compute the relative distance by one kind of features, ``[q]``."""
     parts = []
     for _, distances in _by_block(queries, real):
         gap, row = distances.min(dim=1)
@@ -140,9 +147,9 @@ def nearness(queries: Tensor, real: Tensor, colours: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-def share_of_copies(queries: Tensor, real: Tensor, colours: Tensor) -> float:
-    """Return the share of ``queries`` that are nearer than :data:`COPY` to a row of ``real``; see :func:`nearness`."""
-    return (nearness(queries, real, colours) < COPY).float().mean().item()
+def share_of_copies(queries: Sequence[Tensor], real: Sequence[Tensor]) -> float:
+    """Return the share of ``queries`` that are nearer than :data:`COPY` to a training image; see :func:`nearness`."""
+    return (nearness(queries, real) < COPY).float().mean().item()
 
 
 def nearest(queries: Tensor, real: Tensor, count: int) -> Tensor:
@@ -193,11 +200,20 @@ class RealFeatures:
     """Features of held-out data by the first network, ``[m, d]``, if there are any."""
     seed: int = 0
     """Seed of the metrics that draw subsets."""
+    seen: Sequence[Tensor] = ()
+    """Features of the training data as the flow has seen them: decoded from their latents. Empty if they are equal."""
+    unseen: Sequence[Tensor] = ()
+    """Features of the held-out data in the same form, by network, if there are any."""
+
+    @property
+    def copied(self) -> Sequence[Tensor]:
+        """Features of what a flow would generate if it copied its training data, ``[n, d]`` by network."""
+        return self.seen or self.features
 
     @cached_property
     def copies_by_chance(self) -> float | None:
         """The share of copies among the held-out data, none of which is one."""
-        return None if self.held_out is None else share_of_copies(self.held_out, self.features[0], self.features[-1])
+        return share_of_copies(self.unseen, self.copied) if self.unseen else None
 
 
 Metric = Callable[[RealFeatures, Sequence[Tensor]], Mapping[str, float]]
@@ -228,7 +244,7 @@ def kernel(real: RealFeatures, generated: Sequence[Tensor]) -> dict[str, float]:
 def copies(real: RealFeatures, generated: Sequence[Tensor]) -> dict[str, float]:
     """Return the share of copies among the samples, and among held-out data; see :func:`share_of_copies`."""
     by_chance = {} if real.copies_by_chance is None else {"copies_by_chance": real.copies_by_chance}
-    return {"copies": share_of_copies(generated[0], real.features[0], real.features[-1])} | by_chance
+    return {"copies": share_of_copies(generated, real.copied)} | by_chance
 
 
 @register(role="metric")

@@ -26,6 +26,7 @@ from rectified_flow.evaluation.features import (
 )
 from rectified_flow.flows.flow import SOURCE, Flow, sample_batches
 from rectified_flow.registry import find, names
+from rectified_flow.spaces.medium import Medium
 
 METRICS = ("frechet", "kernel", "copies")  # the metrics that cost little
 SHOWN, NEIGHBOURS_SHOWN = 8, 5
@@ -45,6 +46,7 @@ class Evaluator:
         batch_size: samples that each process generates at once.
         held_out: data of the same kind that were not trained on, if there are any.
         metrics: names of registered metrics (:mod:`rectified_flow.evaluation.distances`) and of :data:`Score`.
+        medium: medium of the flows, whose autoencoder, if there is one, the copies of training data pass, too.
 
     Raises:
         UsageError: if the feature network is unavailable, or a metric is not registered.
@@ -60,12 +62,14 @@ class Evaluator:
         batch_size: int = 64,
         held_out: ImageDataset | None = None,
         metrics: Sequence[str] = METRICS,
+        medium: Medium | None = None,
     ) -> None:
         self.dataset, self.held_out, self.state = dataset, held_out, PartialState()
         self.num_samples, self.seed, self.batch_size = num_samples, seed, batch_size
         known, scores = dict.fromkeys(metrics), names("score")
         self.scores: list[Score] = [find("metric", "score", name) for name in known if name in scores]
         self.metrics: list[Metric] = [find("metric", "metric", name) for name in known if name not in scores]
+        self.medium = medium
         self._given = WeakKeyDictionary[Flow, dict[str, Tensor]]()
         self._network = feature_network
         if self.metrics:
@@ -103,10 +107,17 @@ class Evaluator:
     @cached_property
     def real(self) -> RealFeatures:
         """Features of the real data; extracted by all processes, kept by the main one."""
-        training = [reference_features(self.dataset, each, self.batch_size) for each in self.features]
-        held_out, network = self.held_out, self.features[0]
-        unseen = None if held_out is None else reference_features(held_out, network, self.batch_size)
-        return RealFeatures(self.features, training, unseen, self.seed)
+        training, held_out = self._features_of(self.dataset), self._features_of(self.held_out)
+        seen, unseen = list[Tensor](), held_out
+        if self.medium is not None and self.medium.codec:
+            seen, unseen = (self._features_of(data, self.medium) for data in (self.dataset, self.held_out))
+        return RealFeatures(self.features, training, next(iter(held_out), None), self.seed, seen, unseen)
+
+    def _features_of(self, data: RealData | None, medium: Medium | None = None) -> list[Tensor]:
+        """Return the features of some data by network; none without data. Collective."""
+        if data is None:
+            return []
+        return [reference_features(data, each, self.batch_size, medium) for each in self.features]
 
     def generate(self, flow: Flow, **how: Any) -> Tensor:
         """Generate all samples, and return their features as :meth:`sample_features` does. Collective.
@@ -169,11 +180,11 @@ class Evaluator:
         Returns:
             Images, uint8 ``[n, 1 + k, c, h, w]``.
         """
-        features, real = self.by_network(comparison.generated)[0], self.real.features[0]
-        worst = nearness(features, real, self.real.features[-1]).argsort()[:SHOWN]
+        features, real = self.by_network(comparison.generated), self.real.copied
+        worst = nearness(features, real).argsort()[:SHOWN]
         options = {"seed": self.seed, "conditions": self.given(comparison.flow)[2], **comparison.options}
         [(_, sampled)] = sample_batches(comparison.flow, worst.tolist(), batch_size=SHOWN, **options)
-        near = nearest(features[worst], real, NEIGHBOURS_SHOWN)
+        near = nearest(features[0][worst], real[0], NEIGHBOURS_SHOWN)
         shown = self.dataset.read_pictures(near.flatten().tolist()).unflatten(0, near.shape)
         return torch.cat((sampled.cpu()[:, None], shown), dim=1)
 

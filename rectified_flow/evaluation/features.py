@@ -20,6 +20,7 @@ from rectified_flow.distributed import map_over_ranks, on_main
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.evaluation import FeatureNetwork
 from rectified_flow.flows.flow import SOURCE, Flow
+from rectified_flow.spaces.medium import Medium
 from rectified_flow.spaces.space import Space
 from rectified_flow.system.artifact import Artifact
 from rectified_flow.system.signals import raise_if_stop_requested
@@ -172,26 +173,36 @@ def stored_batch(data: Any, numbers: Sequence[int], flow: Flow) -> dict[str, Ten
     return batch
 
 
-def reference_features(dataset: RealData, features: Features, batch_size: int = 64) -> Tensor:
+def reference_features(
+    dataset: RealData, features: Features, batch_size: int = 64, medium: Medium | None = None
+) -> Tensor:
     """Return the features ``[n, d]`` of all images of ``dataset``, on the CPU of the main process. Collective.
 
     Each process extracts its share of the whole store. Saved features are loaded instead. The main process saves new
     features beside the store if the cache can be written.
+
+    Args:
+        dataset: the images.
+        features: the feature network.
+        batch_size: number of images that a process reads at once.
+        medium: a medium whose autoencoder the images pass before their features are extracted; None for the images.
     """
     state = PartialState()
     if dataset.path is not None and dataset.rows is not None:
-        whole = reference_features(ImageDataset(dataset.path), features, batch_size)
+        whole = reference_features(ImageDataset(dataset.path), features, batch_size, medium)
         return whole[dataset.rows] if state.is_main_process else whole
-    saved = None
+    saved, codec = None, "" if medium is None else medium.codec
     if dataset.path is not None:
-        path = dataset.path.with_name(f"{dataset.path.name}-features-{features.name}")
+        named = "-".join(filter(None, ("features", features.name, codec)))
+        path = dataset.path.with_name(f"{dataset.path.name}-{named}")
         saved = Artifact(path, "features", (FEATURES_FILE,))
         if on_main(state, lambda: saved.is_whole):
             return torch.from_numpy(np.load(path / FEATURES_FILE)) if state.is_main_process else torch.empty(0)
 
     def extract(numbers: list[int]) -> Tensor:
         batches = in_batches(numbers, batch_size, f"features of {dataset.info.source}, {features.name}")
-        return torch.cat([features.of(dataset.read_pictures(some).to(state.device)) for some in batches])
+        pictures = (dataset.read_pictures(some).to(state.device) for some in batches)
+        return torch.cat([features.of(each if medium is None else medium.reconstructed(each)) for each in pictures])
 
     everything = map_over_ranks(state, len(dataset), extract)
     if saved is not None and state.is_main_process:

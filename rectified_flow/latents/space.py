@@ -21,7 +21,7 @@ from rectified_flow.errors import UsageError
 from rectified_flow.latents.autoencoders import Autoencoder, PretrainedAutoencoder
 from rectified_flow.parts import choose, split_part
 from rectified_flow.registry import describe, names, register
-from rectified_flow.spaces.pictures import RGB, Pictures
+from rectified_flow.spaces.pictures import GREY, RGB, Pictures
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.spaces.space import DataFacts, Shape, Space
 
@@ -94,17 +94,26 @@ class Latents(StoredLatents):
         autoencoder: autoencoder that encoded the pictures.
         image_size: short side of the pictures [px].
         shape: shape ``(c, h, w)`` of the latents; by default, that of the latents of a square picture.
+        grey: whether the pictures are grey: the autoencoder gets three equal channels, and their mean is the picture.
         scale: ``mean`` and ``std`` of each channel.
     """
 
     uses = ("autoencoder",)
 
-    def __init__(self, autoencoder: Autoencoder, image_size: int, shape: Shape | None = None, **scale: Any) -> None:
+    def __init__(
+        self,
+        autoencoder: Autoencoder,
+        image_size: int,
+        shape: Shape | None = None,
+        *,
+        grey: bool = False,
+        **scale: Any,
+    ) -> None:
         super().__init__(shape or autoencoder.shape_of(image_size)[1:], **scale)
         self.autoencoder: Autoencoder = autoencoder
-        self.image_size = image_size
+        self.image_size, self.grey = image_size, grey
         _, *sides = self.shape or ()
-        self.pixels = Pixels((RGB, *(image_size * side // min(sides) for side in sides)))
+        self.pixels = Pixels((GREY if grey else RGB, *(image_size * side // min(sides) for side in sides)))
         """The space of the pictures."""
 
     @classmethod
@@ -114,7 +123,7 @@ class Latents(StoredLatents):
             raise UsageError("Latents need an autoencoder: pass `autoencoder`")
         autoencoder, sides = autoencoder_of(facts.autoencoder), facts.shape[1:]
         if facts.teacher is None:
-            return cls(autoencoder, min(sides), autoencoder.shape_of(*sides)[1:])
+            return cls(autoencoder, min(sides), autoencoder.shape_of(*sides)[1:], grey=facts.shape[0] == GREY)
         teacher = cast(Self, facts.teacher)  # a teacher's run has the autoencoder of this one
         if teacher.autoencoder.fingerprint != autoencoder.fingerprint:
             raise UsageError(f"`autoencoder` {autoencoder.name} is not the teacher's autoencoder: leave it out")
@@ -129,11 +138,12 @@ class Latents(StoredLatents):
     @override
     def decode(self, x: Tensor) -> Tensor:
         parts = self.unscaled(x).split(self._at_once)
-        return self.pixels.decode(torch.cat([self.autoencoder.decode(part) for part in parts]))
+        pictures = torch.cat([self.autoencoder.decode(part) for part in parts])
+        return self.pixels.decode(pictures.mean(dim=1, keepdim=True) if self.grey else pictures)
 
     def latents_of(self, pictures: Tensor) -> Tensor:
         """Encode stored pictures some at a time, as a single variant ``[b, 1, k, c, h, w]``."""
-        parts = self.pixels.encode(pictures).split(self._at_once)
+        parts = self.pixels.encode(pictures).expand(-1, RGB, -1, -1).split(self._at_once)
         encoded = [self.autoencoder.encode(part) for part in parts]
         return torch.cat([torch.stack([each for each in pair if each is not None], dim=1) for pair in encoded])[:, None]
 
@@ -170,6 +180,16 @@ class EncodedPictures(Pictures):
     def stored(self, data: Tensor) -> Tensor:
         return self.space.latents_of(data)
 
+    @property
+    @override
+    def codec(self) -> str:
+        return key_of(self.space.autoencoder.fingerprint)
+
+    @override
+    def reconstructed(self, pictures: Tensor) -> Tensor:
+        space = self.space
+        return self.render(space.decode(space.encode(space.latents_of(pictures))))
+
     @override
     def rows(self, dataset: Any, *, mirrored: bool) -> tuple[Any, Space]:
         """Return the latents of all pictures and of their sources, and the space with the scales of the latents."""
@@ -200,7 +220,7 @@ class Decoder(nn.Module):
 
     def __init__(self, space: Latents) -> None:
         super().__init__()
-        self.autoencoder = space.autoencoder
+        self.autoencoder, self.grey = space.autoencoder, space.grey
         self.autoencoder.prepare(torch.device("cpu"))
         shape = (-1, *[1] * (len(space.shape or ()) - 1))
         self.mean, self.std = (torch.tensor(scale).reshape(shape) for scale in (space.mean, space.std))
@@ -208,7 +228,8 @@ class Decoder(nn.Module):
     @override
     def forward(self, x: Tensor) -> Tensor:
         """Return pictures ``[b, 3, h, w]`` in about [-1, 1]."""
-        return self.autoencoder.decode(x * self.std + self.mean)
+        pictures = self.autoencoder.decode(x * self.std + self.mean)
+        return pictures.mean(dim=1, keepdim=True).expand(-1, RGB, -1, -1) if self.grey else pictures
 
 
 LATENTS_FILE = "latents.float16"
@@ -259,7 +280,8 @@ def encode_pictures(pictures: ImageDataset, autoencoder: Autoencoder, *, mirrore
     """
     info, state = pictures.info, PartialState()
     framing = info.framing or Framing(info.image_size, info.image_size)
-    space = Latents(autoencoder, info.image_size, autoencoder.shape_of(*framing.shape[1:])[1:])
+    shape = autoencoder.shape_of(*framing.shape[1:])[1:]
+    space = Latents(autoencoder, info.image_size, shape, grey=framing.grey)
     key = key_of(LATENTS_VERSION, pictures.fingerprint, autoencoder.fingerprint)
     path = pictures.path.with_name(f"{pictures.path.name}-latents-{key}{'-mirrored' * mirrored}")
     writer = StoreWriter(path, len(pictures), "latents")

@@ -19,8 +19,12 @@ from rectified_flow.system.files import open_regular
 FIELD_SUFFIXES = frozenset({".npy", ".tif", ".tiff", ".png"})
 TYPES = ("uint8", "uint16", "int16", "int32", "uint32", "float16", "float32", "float64")
 """Types of values that are read and written; bool is read as uint8."""
+RGB, UNSPECIFIED = 2, 0  # values of the tags of a TIFF's colours, and of its samples beside the colours
 REDUCED, MASK = 1, 4  # bits of the tag of a TIFF's page that is a smaller copy, or a mask
 RESOLUTION, NODATA = 282, 42113  # tags of a TIFF's resolution, and of GDAL's value that stands for "unknown"
+
+MOST_CHANNELS, SMALL = 16, 32
+"""Number of planes above which an array may be a stack of fields, and sides of fields that are often kept so [px]."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
 PixelSize = tuple[float, float, int]
@@ -90,18 +94,36 @@ def read_field(file: Path, channels_last: bool | None) -> tuple[Array, FieldForm
     if file_type not in TYPES:
         raise ValueError(f"its values are of the type {file_type}; convert them to one of {', '.join(TYPES)}")
     if values.ndim not in (2, 3) or values.size == 0:
-        raise ValueError(f"its shape is {values.shape}; save arrays of two axes, or of three with the channels")
+        several = f" in {len(values)} files, one for each item" * (values.ndim == 4)
+        raise ValueError(
+            f"its shape is {values.shape}; save arrays of two axes, or of three with the channels{several}"
+        )
     if unknown is not None:
         exact = np.float32 if values.dtype.itemsize <= 2 else np.float64  # a type that holds each integer
         values = values if values.dtype.kind == "f" else values.astype(exact)
         with np.errstate(over="ignore"):
             values = np.where(values == values.dtype.type(unknown), np.nan, values)  # rounded as the values are
     if is_last is None:
+        if channels_last is None and not is_flat:
+            refuse_stack(values.shape)
         is_shorter = values.shape[-1] < values.shape[0] if channels_last is None else channels_last
         is_last = is_shorter and not is_flat
     values = values[None] if is_flat else np.moveaxis(values, 2, 0) if is_last else values
     how = FieldFormat(suffix, values.dtype.name, len(values), is_last, is_flat, pixel_size, pages)
     return values.astype(how.dtype, order="C"), how, file_type
+
+
+def refuse_stack(shape: tuple[int, ...]) -> None:
+    """Refuse an array ``[n, h, w]`` that is rather a stack of squares than one field with many channels.
+
+    Raises:
+        ValueError: with both readings, and what to do for each.
+    """
+    first, height, width = shape
+    if height == width and first > MOST_CHANNELS and first != width and (first > width or width <= SMALL):
+        stack = f"save {first} pictures of {height} x {width} px in {first} files of two axes"
+        field = "or pass channels_last=False in `space`"
+        raise ValueError(f"its shape is {shape}: {stack}, {field} if it is one of {first} channels")
 
 
 def _read_array(stream: IO[bytes]) -> Contents:
@@ -143,17 +165,22 @@ def _nodata(tags: Any) -> float | None:
 def is_measured(file: Path) -> bool:
     """Return whether a picture file holds measurements rather than a picture, by its header.
 
-    These are values of 16 or more bits or of float, or a TIFF file with 2 or more than 4 channels or with several
-    pages. Neither tifffile nor imagecodecs is needed. Returns False for a file that cannot be read.
+    These are values of 16 or more bits or of float, or a TIFF file with 2 or more than 4 channels, with a fourth one
+    that is no transparency, or with several pages. Neither tifffile nor imagecodecs is needed. Returns False for a file
+    that cannot be read.
     """
     with suppress(Exception), open_regular(file) as stream:  # decoders raise exceptions of many types
         head = stream.read(26)
-        if file.suffix.lower() == ".png":
+        if head.startswith(b"\x89PNG\r\n\x1a\n"):
             return head[24] > 8  # bits of a value
+        if not head.startswith((b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")):  # whatever the file is called
+            return False
         page = ImageFileDirectory_v2(head[: 16 if 43 in head[2:4] else 8])  # 43 for BigTIFF
         stream.seek(page.next)
         page.load(stream)
         has_values = max(page.get(258, (1,))) > 8 or page.get(277, 1) not in (1, 3, 4)  # bits, and number of channels
+        # A fourth channel beside RGB that is no transparency, such as near infrared.
+        has_values |= page.get(262) == RGB and page.get(277) == 4 and UNSPECIFIED in page.get(338, (UNSPECIFIED,))
         if has_values or not page.next:
             return has_values
         stream.seek(page.next)  # a second page of full size is a second channel

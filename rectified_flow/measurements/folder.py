@@ -9,8 +9,9 @@ import numpy as np
 from typing_extensions import override
 
 from rectified_flow.data.framing import Framing
-from rectified_flow.data.sources import PictureRows, Row
+from rectified_flow.data.sources import Fitted, PictureRows, Row
 from rectified_flow.data.sources.folder import FileFolder, is_image
+from rectified_flow.data.sources.kinds import OTHER_FORMATS
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.measurements import files as field_files
 from rectified_flow.measurements.files import FIELD_SUFFIXES, Array, FieldFormat, StoreBits, fit_field
@@ -18,7 +19,7 @@ from rectified_flow.measurements.medium import default_show
 from rectified_flow.measurements.space import Fields
 from rectified_flow.registry import describe, register
 from rectified_flow.system.files import printable
-from rectified_flow.system.pictures import IMAGE_SUFFIXES, OTHER_SUFFIXES
+from rectified_flow.system.pictures import IMAGE_SUFFIXES
 
 SAMPLED = 256  # number of pictures whose headers decide whether a folder holds measurements
 
@@ -34,12 +35,12 @@ class FieldRows(PictureRows):
         self.low, self.high, self.has_missing = np.full(channels, np.inf), np.full(channels, -np.inf), False
 
     @override
-    def fit(self, image: Array) -> tuple[Row, tuple[int, int]]:
+    def fit(self, image: Array) -> Fitted:
         with np.errstate(over="ignore"):
             row = fit_field(image, self.framing.stored_size, pad=self.framing.crop == "none").astype(self.space.dtype)
         if np.isinf(row).any():
             raise ValueError(f"it holds an infinite value, or one too large for {self.space.dtype}; write NaN instead")
-        return row, (image.shape[2], image.shape[1])
+        return Fitted(row, (image.shape[2], image.shape[1]))
 
     @override
     def add(self, row: Row) -> None:
@@ -72,7 +73,7 @@ class FieldFolder(FileFolder):
         options: further arguments of :class:`FileFolder`.
     """
 
-    suffixes, other_suffixes = FIELD_SUFFIXES, (IMAGE_SUFFIXES | OTHER_SUFFIXES | {".npz"}) - FIELD_SUFFIXES
+    suffixes, other_suffixes = FIELD_SUFFIXES, (IMAGE_SUFFIXES | OTHER_FORMATS) - FIELD_SUFFIXES
     kind, space_name = "fields", Fields.__name__
 
     def __init__(

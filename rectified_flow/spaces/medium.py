@@ -93,6 +93,18 @@ class Medium:
         """Convert results of :meth:`read`, or stored pictures, to data as the space stores them, ``[b, ...]``."""
         return data
 
+    @property
+    def codec(self) -> str:
+        """Hash of the autoencoder that the data pass, for the names of files; empty if data are kept as they are."""
+        return ""
+
+    def reconstructed(self, pictures: Tensor) -> Tensor:
+        """Return pictures, uint8 ``[b, 3, h, w]``, as the flow sees them: decoded from their latents, if it has such.
+
+        A copy of a training picture by the flow is like its reconstruction, which may differ much from the picture.
+        """
+        return pictures
+
     def rows(self, dataset: Any, *, mirrored: bool) -> tuple[Any, "Space"]:
         """Return the rows that a flow is trained on, and the space of these rows. Collective.
 

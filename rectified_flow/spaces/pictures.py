@@ -10,7 +10,9 @@ from typing_extensions import override
 
 from rectified_flow.spaces.medium import Medium, encoded
 
-RGB, RGBA = 3, 4
+GREY, RGB, RGBA = 1, 3, 4
+MODES = {GREY: "L", RGB: "RGB", RGBA: "RGBA"}
+"""Pillow's mode for pictures by their number of channels."""
 ENTRY = "images"  # the entry of a batch that holds pictures
 
 
@@ -26,7 +28,7 @@ class Pictures(Medium):
     @override
     def picture_shape(self) -> tuple[int, ...]:
         shape = self.space.shape or ()
-        return shape if shape[:1] in ((RGB,), (RGBA,)) else ()
+        return shape if shape[:1] in ((RGB,), (RGBA,), (GREY,)) else ()
 
     @property
     @override
@@ -43,7 +45,7 @@ class Pictures(Medium):
             return "images"
         channels, height, width = shape
         size = str(width) if width == height else f"{width}x{height}"
-        return f"{size} px" + " with transparency" * (channels == RGBA)
+        return f"{size} px" + " with transparency" * (channels == RGBA) + " in grey" * (channels == GREY)
 
     @override
     def render(self, data: Tensor) -> Tensor:
@@ -68,7 +70,7 @@ class Pictures(Medium):
         from rectified_flow.system.pictures import fit, open_picture
 
         channels, height, width = self.picture_shape
-        return pil_to_tensor(fit(open_picture(file), (width, height), alpha=channels == RGBA))
+        return pil_to_tensor(fit(open_picture(file), (width, height), mode=MODES[channels]))
 
     @override
     def size_of(self, file: Path) -> tuple[int, int]:

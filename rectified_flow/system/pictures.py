@@ -6,7 +6,6 @@ The settings of a generated picture are an XMP packet, which PNG, WebP and JPEG 
 
 import json
 import re
-import struct
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -18,11 +17,12 @@ from typing import IO, Any
 
 import numpy as np
 import torch
-from PIL import ExifTags, Image, ImageCms, ImageOps, PngImagePlugin, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, PngImagePlugin, UnidentifiedImageError
 from torch import Tensor
 
 from rectified_flow.errors import UsageError
 from rectified_flow.system.artifact import write_output
+from rectified_flow.system.colour import BAD_EXIF, profile_of, to_srgb
 from rectified_flow.system.files import open_regular, parse_document, reading, writing
 from rectified_flow.system.lettering import text_picture
 
@@ -52,15 +52,12 @@ CONTENTS = (
     (0, b"<", "text such as a web page"),
 )
 """Files that are taken for pictures: the place of a mark, the mark, and what to do."""
-SRGB = ImageCms.createProfile("sRGB")
-
 PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY
 """A PNG may hold a long text, such as the settings of the program that made it; all texts have a limit together."""
 TURNED = (5, 6, 7, 8)
 """Values of the orientation tag that exchange width and height; Pillow's size of a TIFF has them exchanged already."""
-BAD_EXIF = (SyntaxError, struct.error, ValueError, KeyError, TypeError)
-"""Errors that Pillow raises if the block with the orientation is damaged; the image itself may be undamaged."""
-
+GREY_TOLERANCE = 3  # largest difference of the channels of a grey picture, as formats round them [levels of 256]
+DEPTHS = (8, 10, 12, 14, 16)  # numbers of bits of the values in files of 16 bits
 
 MIN_WIDTH, TEXT_LINES, TEXT_SIZE = 112, 3, 11
 """Least width of a picture with a text [px], lines of the text, and size of its letters [px]."""
@@ -88,16 +85,39 @@ def content_of(source: Path | IO[bytes]) -> str | None:
     return known if head else "the file is empty"
 
 
-def to_srgb(image: Image.Image) -> Image.Image:
-    """Return an image in the colours of sRGB if its file has another colour profile; a damaged profile is ignored."""
-    with suppress(KeyError, OSError, TypeError, ImageCms.PyCMSError):
-        profile = ImageCms.ImageCmsProfile(BytesIO(image.info["icc_profile"]))
-        if "sRGB" not in ImageCms.getProfileDescription(profile):  # else rounding alone would change the pixels
-            if image.mode in ("P", "PA"):
-                image = image.convert("RGBA" if image.has_transparency_data else "RGB")
-            mode = "RGBA" if image.mode == "RGBA" else "RGB"
-            return ImageCms.profileToProfile(image, profile, SRGB, outputMode=mode) or image
-    return image
+def needed_bits(image: Image.Image) -> int | None:
+    """Return the least number of bits of :data:`DEPTHS` for the values of an image of 16 bits; None for other images.
+
+    Call before the image is decoded: Pillow keeps only the high bytes of colours, so that at least 8 bits are found.
+    """
+    is_deep = image.mode.startswith("I;16")
+    if not is_deep and not any(";16" in str(tile[3]) for tile in getattr(image, "tile", ())):
+        return None
+    colours = image if is_deep else image.convert("RGB")
+    most = int(np.asarray(colours).max()) << (0 if is_deep else 8)
+    return next(bits for bits in DEPTHS if most < 2**bits)
+
+
+def to_8_bits(image: Image.Image, bits: int = 16) -> Image.Image:
+    """Return an image of 8 bits a value: values of files of 16 bits are divided by the largest number of ``bits`` bits.
+
+    Raises:
+        ValueError: if the range of the values is not known, or Pillow has dropped most of their bits.
+    """
+    if image.mode in ("I", "F"):
+        raise ValueError(f"pixels of mode {image.mode} have no known range; `space` Fields reads measurements")
+    needed = needed_bits(image)
+    if needed is None:
+        return image
+    bits = max(bits, needed)
+    if not image.mode.startswith("I;16"):
+        if bits < 16:
+            raise ValueError(f"its colours have {bits} bits in a file of 16; save them with 8 bits, or pass `bits` 16")
+        return image
+    values = np.asarray(image).astype(np.uint32) * 255 // (2**bits - 1)
+    grey = Image.fromarray(values.astype(np.uint8))
+    grey.info |= image.info
+    return grey
 
 
 def over_white(image: Image.Image) -> Image.Image:
@@ -108,37 +128,70 @@ def over_white(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def fit(image: Image.Image, size: tuple[int, int], *, alpha: bool = False, pad: bool = False) -> Image.Image:
-    """Return an image upright, in RGB or RGBA, resized and cropped or padded to ``size``.
+def decoded(image: Image.Image, side: int | None = None, bits: int = 16) -> Image.Image:
+    """Return an image upright, with 8 bits a value, in the colours of sRGB; if it has transparency, in RGBA.
+
+    Args:
+        image: image of any mode and size, not decoded yet.
+        side: side below which the image is not reduced while it is decoded [px]; None to decode all of it.
+        bits: number of bits of the values in files of 16 bits.
+    """
+    if side is not None:
+        image.draft("RGB", (side, side))  # JPEG then decodes at a fraction of its size; others ignore it
+    declared = profile_of(image)
+    image = to_8_bits(image, bits)
+    with suppress(*BAD_EXIF):
+        ImageOps.exif_transpose(image, in_place=True)
+    image = to_srgb(image, declared)
+    return image.convert("RGBA") if image.has_transparency_data else image
+
+
+def is_grey(image: Image.Image) -> bool:
+    """Return whether a decoded image has no colours, up to the rounding of its format."""
+    if image.mode in ("1", "L", "LA"):
+        return True
+    red, green, blue = (np.asarray(over_white(image).getchannel(name), np.int16) for name in "RGB")
+    most = max(int(np.abs(one - other).max()) for one, other in ((red, green), (green, blue), (red, blue)))
+    return most <= GREY_TOLERANCE
+
+
+def is_wholly_transparent(image: Image.Image) -> bool:
+    """Return whether no pixel of a decoded image can be seen."""
+    return image.mode == "RGBA" and image.getchannel("A").getextrema()[1] == 0
+
+
+def framed(
+    image: Image.Image, size: tuple[int, int], *, mode: str = "RGB", pad: bool = False, resize: str = "lanczos"
+) -> Image.Image:
+    """Return a decoded image in a mode, resized and cropped or padded to ``size``.
 
     Without alpha, transparent parts become white. With alpha, fully transparent pixels become white, so that a network
     learns no colours that nobody sees. Pillow resizes RGBA with premultiplied alpha, so these leave no halo.
 
     Args:
-        image: image of any mode and size.
+        image: result of :func:`decoded`.
         size: width and height [px].
-        alpha: keep transparency.
+        mode: ``RGB``, ``RGBA`` or ``L``.
         pad: show the whole image, padded with white, instead of cropping its centre.
+        resize: name of Pillow's filter.
     """
-    image.draft("RGB", (2 * max(size), 2 * max(size)))  # JPEG then decodes at a fraction of its size; others ignore it
-    with suppress(*BAD_EXIF):
-        ImageOps.exif_transpose(image, in_place=True)
-    if image.mode.startswith("I;16"):
-        image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
-    elif image.mode in ("I", "F"):
-        raise ValueError(f"pixels of mode {image.mode} have no known range; `space` Fields reads measurements")
-    image = to_srgb(image)
-    image = image.convert("RGBA") if alpha else over_white(image)
+    image = image.convert("RGBA") if mode == "RGBA" else over_white(image).convert(mode)
+    how = Image.Resampling[resize.upper()]
     if pad:  # an odd margin is wider at the right and at the bottom
-        white = (255, 255, 255, 0)[: len(image.mode)]
-        image = ImageOps.pad(image, size, Image.Resampling.LANCZOS, white, (0.49999, 0.49999))
+        white = {"L": 255, "RGB": (255, 255, 255), "RGBA": (255, 255, 255, 0)}[mode]
+        image = ImageOps.pad(image, size, how, white, (0.49999, 0.49999))  # type: ignore[arg-type]
     else:
-        image = ImageOps.fit(image, size, Image.Resampling.LANCZOS)
-    if not alpha:
+        image = ImageOps.fit(image, size, how)
+    if mode != "RGBA":
         return image
     pixels = np.array(image)
     pixels[pixels[..., 3] == 0, :3] = 255
     return Image.fromarray(pixels)
+
+
+def fit(image: Image.Image, size: tuple[int, int], *, mode: str = "RGB", pad: bool = False) -> Image.Image:
+    """Return an image that is not decoded yet in a mode, resized and cropped or padded to ``size``."""
+    return framed(decoded(image, 2 * max(size)), size, mode=mode, pad=pad)
 
 
 def upright_size(image: Image.Image) -> tuple[int, int]:

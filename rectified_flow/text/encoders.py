@@ -54,9 +54,17 @@ class TextEncoder(ABC):
         return None
 
 
+UNSPACED = (
+    "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005-\u3007\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff"
+    "\uf900-\ufaff\uff66-\uff9f\U00020000-\U000323af"
+)
+"""Characters of scripts without spaces between words: Thai, Lao, Burmese, Khmer, Japanese and Chinese."""
+WORD = re.compile(rf"(?=[^\W_])[{UNSPACED}]|(?:(?![{UNSPACED}])[^\W_])+")
+
+
 def words_of(text: str) -> list[str]:
-    """Return the words of a text in lower case, without punctuation."""
-    return re.findall(r"[^\W_]+", text.lower())
+    """Return the words of a text in lower case, without punctuation; a character is one in scripts without spaces."""
+    return WORD.findall(text.lower())
 
 
 @register

@@ -6,7 +6,7 @@ from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from accelerate import Accelerator
@@ -23,7 +23,7 @@ from rectified_flow.networks.network import to_device
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.folder import data_description
 from rectified_flow.runs.run import Run
-from rectified_flow.runs.training_config import TrainingConfig
+from rectified_flow.runs.training_config import MixedPrecision, TrainingConfig
 from rectified_flow.system.pictures import to_grid
 from rectified_flow.system.signals import defer_signals, stop_requested
 from rectified_flow.system.terminal import duration, line, progress_bar
@@ -367,6 +367,9 @@ def choose_precision(config: TrainingConfig, device: torch.device) -> str:
     made_for_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     fastest = "bf16" if made_for_bf16 else "no"
     precision = config.mixed_precision or (inherited or fastest).lower()
+    if precision not in get_args(MixedPrecision):
+        known = "pass `mixed_precision` bf16, fp16 or no, or correct the configuration of the launcher"
+        raise UsageError(f"the launcher asks for the precision {precision}, which is not supported: {known}")
     if device.type == "cpu" and precision == "fp16":
         raise UsageError("`mixed_precision` fp16 needs a GPU: on a CPU pass bf16 or no")
     return precision

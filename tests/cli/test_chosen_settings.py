@@ -1,10 +1,12 @@
 """Tests of settings that the program chooses unless a flag sets them, and that a resumed run keeps."""
 
+import time
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 from accelerate import PartialState
+from PIL import Image
 
 from rectified_flow.cli import facts, plan, train
 from rectified_flow.cli.budget import seconds_of, time_text
@@ -265,3 +267,24 @@ def test_a_transformer_of_ones_own_is_sized_by_the_budget(rate: float, width: in
     assert flags["network"] == ["PatchTransformer", f"width={width}", f"layers={layers}", "patch=2"]
     given = chosen(2000, "--network PatchTransformer width=48 --image_size 64 --budget 1h")
     assert given["network"] == ["PatchTransformer", "width=48"], "one's own size is left as it is"
+
+
+class Slow(OwnPictures):
+    """Pictures that take 50 ms each to decode, whatever the number of cores."""
+
+    fingerprint = "slow"
+    name = "slow"
+
+    def load(self, index: int) -> tuple[Image.Image, int]:
+        time.sleep(0.05)
+        return super().load(index)
+
+
+@pytest.mark.parametrize(("budget", "is_limited"), [("1m", True), ("10h", False)])
+def test_a_run_reads_what_a_third_of_its_time_allows(budget: str, is_limited: bool, tmp_path: Path) -> None:
+    """Decoding 4,000 pictures takes 100 s or so on two cores, and less with more."""
+    data = DataConfig(image_size=8, cache_dir=tmp_path)
+    with patch.object(facts, "processors", lambda: 2):
+        flags = facts.readable(Slow([(16, 16)] * 4000), data, budget)
+    assert bool(flags) == is_limited
+    assert 1 <= flags.get("max_train_samples", 1) < 4000

@@ -123,6 +123,8 @@ def test_counts_and_rare_classes(pictures: Path) -> None:
         "the network does not get the classes",
         f"skipped 1 broken images; the first is {pictures}/dogs/99.png",
         "1 picture is equal to an earlier one, such as dogs/12.png",
+        "1 picture is cropped to less than half of the area (`aspect_ratio` and `crop` none keep more), such as "
+        "cats/03.png",
         "13 pictures are of one colour, such as cats/00.png",
         "no picture is mirrored",
     ]

@@ -162,7 +162,7 @@ def test_pictures_of_other_modes_keep_their_transparency_with_any_profile(
 ) -> None:
     image = Image.new("RGBA", (8, 8), (100, 100, 100, 128)).convert(mode)
     image.save(tmp_path / "1.tif", icc_profile=content)
-    pixels = np.asarray(fit(open_picture(tmp_path / "1.tif"), (4, 4), alpha=True)).astype(int)
+    pixels = np.asarray(fit(open_picture(tmp_path / "1.tif"), (4, 4), mode="RGBA")).astype(int)
     assert abs(pixels[..., :3] - 100).max() <= 3
     assert np.all(pixels[..., 3] == (128 if mode == "RGBA" else 255))
 
@@ -213,6 +213,29 @@ def test_pairs_may_differ_in_size_but_not_in_shape(
     if not fits:
         with pytest.raises(UsageError, match=r"1 pictures in .* have no partner of the same name and shape, such as 0"):
             pair_by_name(mine, theirs, skip_unpaired=False)
+
+
+PAIRS = {
+    "two formats": ("1.jpg 1.png", "1.jpg 1.png", "1.jpg=1.jpg 1.png=1.png"),
+    "one of two formats": ("1.jpg 1.png 2.jpg", "1.jpg 2.png", "1.jpg=1.jpg 2.jpg=2.png"),
+    "no telling which": ("1.jpg 1.bmp 2.jpg", "1.png 2.png", "2.jpg=2.png"),
+    "another case": ("IMG_1.JPG img_2.jpg", "img_1.png IMG_2.PNG", "IMG_1.JPG=img_1.png img_2.jpg=IMG_2.PNG"),
+    "a case that is not unique": ("a.png A.png b.png", "a.jpg b.png", "a.png=a.jpg b.png=b.png"),
+    "another normalisation": ("caf\u00e9.png", "cafe\u0301.jpg", "caf\u00e9.png=cafe\u0301.jpg"),
+}
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+def test_partners_have_the_same_name_in_any_spelling_that_is_unique(tmp_path: Path, kind: str) -> None:
+    for folder, names in zip("ab", PAIRS[kind], strict=False):
+        for number, name in enumerate(names.split()):
+            picture(tmp_path / folder / name, colour=(number, 0, 0))
+    mine, theirs = (open_dataset(str(tmp_path / name), image_size=4) for name in "ab")
+    paired = pair_by_name(mine, theirs, skip_unpaired=True)
+    assert paired.rows is not None
+    assert paired.partners is not None
+    found = [f"{mine.names[row]}={theirs.names[paired.partners[row]]}" for row in paired.rows.tolist()]
+    assert sorted(found) == sorted(PAIRS[kind][2].split())
 
 
 MARKS = {"-9999": -9999, " 7 \0": 7, "7.0": 7, "nan": -1, "1e400": -1, "none": -1}

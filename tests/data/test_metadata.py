@@ -119,6 +119,15 @@ def test_the_fingerprint_is_that_of_the_values(folder: Path) -> None:
     assert opened(folder, "size", rows=[*rows_of(19), "19.png,a,5,odd"]).fingerprint != first
 
 
+def test_how_units_and_dates_are_read_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "metadata.csv").write_text(cells("size,day", ["1 cm,2020-01-31", "2 cm,2021-02-28"]))
+    opened(folder)
+    printed = capsys.readouterr().out
+    assert "read as numbers of cm; pass size=label for labels" in printed
+    assert "dates are read as texts; write a number such as the year" in printed
+    assert isinstance(opened(folder, "size=label").conditions["size"], Labels)
+
+
 def test_names_of_conditions_fit_the_network() -> None:
     names = {"Unicode version": "Unicode_version", "x": "x_column", "2nd": "2nd_column", "é!": "é"}
     assert {column: condition_name(column) for column in names} == names
@@ -157,6 +166,10 @@ FILES: dict[str, tuple[dict[str, str | bytes], str]] = {
     "exponents": ({"metadata.csv": cells("size", ["1e-3", "+2.5E2", ".5", "7."])}, "size: Number 0.001 250 0.5 7"),
     "zeros in front": ({"metadata.csv": cells("code", ["007", "012"])}, "code: Number 7 12"),
     "words for nothing in words": ({"metadata.csv": cells("land", ["NA", "DE"])}, "land: Labels 1 0"),
+    "a unit": ({"metadata.csv": cells("size", ["12 cm", "3.5 cm", "", "7cm"])}, "size: Number 12 3.5 nan 7"),
+    "per cent": ({"metadata.csv": cells("share", ["35%", "NA", "7 %"])}, "share: Number 35 nan 7"),
+    "prices": ({"metadata.csv": cells("price", ["$3.5", "$12"])}, "price: Number 3.5 12"),
+    "several units": ({"metadata.csv": cells("size", ["12 cm", "3 m"])}, "size: Labels 0 1"),
     "underscores": ({"metadata.csv": cells("size", ["1_2", "3_4"])}, "size: Labels 0 1"),
     "digits of another script": ({"metadata.csv": cells("size", ["\u0663", "\u0664"])}, "size: Labels 0 1"),
     "texts beside pictures": (TEXTS, "text: Caption nan 0.4472 0.4472"),
@@ -196,7 +209,11 @@ NUMBERS = [str(number) for number in range(19)]
 @pytest.mark.parametrize(
     ("suffix", "content", "sentence"),
     [
-        ("csv", lines_of(TABLE, rows_of()[3]), "metadata.csv names 03.png again: remove one of its two rows"),
+        (
+            "csv",
+            lines_of(TABLE, rows_of()[3][:-3] + "even"),
+            "metadata.csv names 03.png again: remove one of its two rows",
+        ),
         (
             "csv",
             cells("size", [*NUMBERS, "tall"]),
@@ -222,6 +239,7 @@ NUMBERS = [str(number) for number in range(19)]
         ("jsonl", jsonl("["), "metadata.jsonl cannot be read (row 1: "),
         ("jsonl", jsonl("[[]]"), "finds no suitable column in pictures: its columns are a"),
         ("jsonl", "[1, 2]", "metadata.jsonl cannot be read (row 1: "),
+        ("jsonl", jsonl("[" * 100_000), "metadata.jsonl cannot be read (row 1: it is nested too deeply): correct it"),
         ("jsonl", "{}", "metadata.jsonl do not exist, such as None: write paths"),
     ],
 )

@@ -78,7 +78,7 @@ def test_writing_into_a_batch_leaves_the_store_alone(flowers: ImageDataset) -> N
 def test_it_pickles_as_a_recipe(flowers: ImageDataset) -> None:
     dataset = ImageDataset(flowers.path, Pictures("synthetic-flowers", image_size=8))
     unused, _, used = pickle.dumps(dataset), dataset[0], pickle.dumps(dataset)
-    assert len(used) == len(unused) < 500
+    assert len(used) == len(unused) < 600
     back = pickle.loads(used)
     assert torch.equal(back[3]["images"], flowers[3]["images"])
     assert (len(back), back.described) == (len(dataset), dataset.described)

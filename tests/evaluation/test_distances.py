@@ -28,9 +28,9 @@ def normal(count: int, seed: int, scale: float = 1.0, shift: float = 0.0) -> tor
     return torch.randn(count, 4, generator=torch.Generator().manual_seed(seed)) * scale + shift
 
 
-def all_different(count: int) -> torch.Tensor:
+def all_different(count: int, seed: int = 0) -> torch.Tensor:
     """Colours of pictures of which no two are near-duplicates."""
-    return torch.randn(count, 3 * 8 * 8, generator=torch.Generator().manual_seed(count))
+    return torch.randn(count, 3 * 8 * 8, generator=torch.Generator().manual_seed(count + seed))
 
 
 def test_frechet_distance_of_normal_distributions() -> None:
@@ -77,13 +77,18 @@ def test_samples_of_the_same_distribution_have_precision_and_recall() -> None:
     assert min(precision_and_recall(real, normal(300, 1)).values()) > 0.8
 
 
+def apart(queries: Tensor, real: Tensor, colours: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """Return features of both, with colours of the queries that are like none of the others."""
+    return [queries, torch.full((len(queries), colours.shape[1]), 1e4)], [real, colours]
+
+
 def test_nearness_by_hand() -> None:
     """Nearest are 10, whose own neighbour is at 11, and 30, whose own neighbour is 19 away."""
     real = torch.tensor([[0.0], [10.0], [11.0], [30.0]])
     queries = torch.tensor([[9.8], [28.1], [40.0], [11.0]])
     colours = all_different(4)
-    torch.testing.assert_close(nearness(queries, real, colours), torch.tensor([0.2, 0.1, 10 / 19, 0.0]))
-    assert share_of_copies(queries, real, colours) == 3 / 4
+    torch.testing.assert_close(nearness(*apart(queries, real, colours)), torch.tensor([0.2, 0.1, 10 / 19, 0.0]))
+    assert share_of_copies(*apart(queries, real, colours)) == 3 / 4
 
 
 def test_a_picture_that_is_there_twice_has_copies() -> None:
@@ -92,16 +97,24 @@ def test_a_picture_that_is_there_twice_has_copies() -> None:
     first, other = all_different(2)
     colours = torch.stack((first, mirrored(first[None])[0], other))
     queries = torch.tensor([[-1.0], [1.1], [5.2]])
-    torch.testing.assert_close(nearness(queries, real, colours), torch.tensor([1 / 10.1, 0.1, 4.9 / 10]))
-    alike = nearness(queries, real[:2], colours[:2])
+    torch.testing.assert_close(nearness(*apart(queries, real, colours)), torch.tensor([1 / 10.1, 0.1, 4.9 / 10]))
+    alike = nearness(*apart(queries, real[:2], colours[:2]))
     torch.testing.assert_close(alike, torch.tensor([10.0, 10, 51]), msg="of all alike, the other is the measure")
 
 
 def test_others_of_the_same_kind_are_no_copies() -> None:
     real = torch.randn(300, 64, generator=torch.Generator().manual_seed(0))
     others = torch.randn(300, 64, generator=torch.Generator().manual_seed(1))
-    assert share_of_copies(others, real, all_different(300)) == 0
-    assert share_of_copies(torch.cat((others, real + 0.01)), real, all_different(300)) == 0.5
+    assert share_of_copies(*apart(others, real, all_different(300))) == 0
+    assert share_of_copies(*apart(torch.cat((others, real + 0.01)), real, all_different(300))) == 0.5
+
+
+def test_copies_are_found_by_their_colours_too() -> None:
+    """Noise changes the features of a network, and a mirrored copy has other colours."""
+    real, others = ([all_different(300, seed), all_different(300, seed + 1)] for seed in (1, 3))
+    for copied in (real[-1], mirrored(real[-1]), real[-1] + 0.01 * others[-1]):
+        assert share_of_copies([others[0], copied], real) == 1
+    assert share_of_copies(others, real) == 0
 
 
 def test_what_is_missing_and_what_is_wrong_are_told_apart() -> None:

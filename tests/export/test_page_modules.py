@@ -42,6 +42,7 @@ WORDS = [
     "Ärger im Café — ΟΔΟΣ",
     "snake_case don't x2",
     "日本 Ёлка ½",
+    "赤い花、2本の青い花。々 𠀋 แมวสีแดง, ruby花x",
     "",
     "...",
     "İstanbul ß",

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from rectified_flow import DataFacts, Medium, Space, UsageError, register
 from rectified_flow.data.framing import Framing
-from rectified_flow.data.sources import PictureRows
+from rectified_flow.data.sources import Fitted, PictureRows
 from rectified_flow.data.sources.folder import FileFolder, is_image
 from rectified_flow.registry import describe
 
@@ -120,8 +120,8 @@ class SoundRows(PictureRows):
         self.space = Spectrograms((1, *framing.stored_size[::-1]), rate)
         self.key = ("sounds", rate)
 
-    def fit(self, image: Sound) -> tuple[Any, tuple[int, int]]:
-        return self.space.spectrogram(image).numpy(), self.framing.stored_size
+    def fit(self, image: Sound) -> Fitted:
+        return Fitted(self.space.spectrogram(image).numpy(), self.framing.stored_size)
 
     def info(self, name: str, sizes: set[tuple[int, int]]) -> dict[str, Any]:
         return {"space": describe(self.space)}

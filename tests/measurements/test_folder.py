@@ -314,3 +314,15 @@ def test_padding_is_nan_or_the_smallest_value() -> None:
     assert np.array_equal(padded[0, 1:3], values[0])
     whole = fit_field(values.astype(np.int16), (4, 4), pad=True)
     assert whole[0, [0, 3]].tolist() == [[5] * 4] * 2
+
+
+@pytest.mark.parametrize("shape", [(500, 28, 28), (50, 32, 32), (20, 28, 28)])
+def test_a_stack_of_pictures_is_refused_with_both_readings(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    save(tmp_path / "x.npy", np.zeros(shape, np.uint8))
+    readings = f"save {shape[0]} pictures of .* px in {shape[0]} files .* or pass channels_last=False"
+    with pytest.raises(UsageError, match=readings):
+        FieldFolder(tmp_path)
+    assert FieldFolder(tmp_path, channels_last=False).format.channels == shape[0]
+    save(tmp_path / "x.npy", np.zeros((50, 32, 32, 3), np.uint8))
+    with pytest.raises(UsageError, match="in 50 files, one for each item"):
+        FieldFolder(tmp_path)

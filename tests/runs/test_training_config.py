@@ -15,13 +15,13 @@ from rectified_flow.registry import build, describe
 from rectified_flow.runs.training_config import TrainingConfig
 
 FLAGS = """
-dataset dataset_path image_size aspect_ratio crop alpha space
+dataset dataset_path image_size aspect_ratio crop alpha grey resize bits space
 autoencoder horizontal_flip augment holdout data_seed
-skip_broken_images exclude max_train_samples cache_dir
+skip_broken_images exclude max_train_samples image_column label_column cache_dir
 network dim dim_mults dropout use_cfg gradient_checkpointing init_from
 method flow prediction coupling time_distribution guidance_scale
 teacher teacher_samples teacher_steps teacher_dir autoguidance
-source_path paired degrade source_as source_noise
+source_path paired source_resize degrade source_as source_noise
 condition_on text_encoder text_tokens
 batch_size global_batch_size gradient_accumulation_steps train_num_steps num_epochs optimizer
 learning_rate lr_warmup_steps lr_decay max_grad_norm mixed_precision ema_decay seed compile output_dir

@@ -64,7 +64,7 @@ def test_transparency_is_shown_over_white_and_kept_in_files() -> None:
     assert torch.equal(space.medium.contents(data), stored)
     assert torch.equal(space.to_stored(space.encode(stored)), stored)
     assert Pixels((3, 1, 3)).medium.contents(data[:, :3]).shape == (1, 3, 1, 3)
-    assert (space.medium.picture_shape, Pixels((1, 8, 8)).medium.picture_shape) == ((4, 1, 3), ())
+    assert (space.medium.picture_shape, Pixels((1, 8, 8)).medium.picture_shape) == ((4, 1, 3), (1, 8, 8))
 
 
 def coordinates(count: int) -> torch.Tensor:

@@ -58,7 +58,7 @@ ORANGE = (200, 100, 0)
 
 
 def fit(image: Image.Image, framing: Framing) -> Image.Image:
-    return pictures.fit(image, framing.stored_size, alpha=framing.alpha, pad=framing.crop == "none")
+    return pictures.fit(image, framing.stored_size, mode="RGBA" if framing.alpha else "RGB", pad=framing.crop == "none")
 
 
 def square(side: int) -> Framing:

@@ -11,7 +11,7 @@ from rectified_flow.errors import UsageError
 from rectified_flow.networks.unet import Unet
 from rectified_flow.registry import build, describe
 from rectified_flow.text.caption import Caption
-from rectified_flow.text.encoders import BagOfWords, PretrainedTextEncoder
+from rectified_flow.text.encoders import BagOfWords, PretrainedTextEncoder, words_of
 from tests.text.tiny_encoder import write_encoder
 
 TEXTS = ["a red heart", "the blue star", "a RED, red heart!"]
@@ -28,6 +28,13 @@ def test_a_bag_of_words_counts_them() -> None:
     counts = torch.tensor([[1.0, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 1], [2, 1, 1, 0, 0, 0]])
     torch.testing.assert_close(bag.encode(TEXTS)[:, 0], counts / counts.norm(dim=1, keepdim=True))
     assert bag.encode(["purple"]).isnan().all()
+
+
+def test_scripts_without_spaces_are_split_into_characters() -> None:
+    assert words_of("Red花、2本。") == ["red", "花", "2", "本"]
+    bag = BagOfWords.of(["一朵红花", "一朵蓝花"])
+    assert not bag.encode(["红"]).isnan().any(), "a part of a caption is known"
+    assert words_of("แมว") == [each for each in "แมว" if each.isalnum()]
 
 
 def test_a_text_is_encoded_alike_alone_and_beside_longer_ones(encoder: PretrainedTextEncoder) -> None:

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,23 +12,47 @@ from rectified_flow.data.framing import Framing
 from rectified_flow.errors import UsageError
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.spaces.space import Space
-from rectified_flow.system.pictures import fit, upright_size
+from rectified_flow.system.pictures import decoded, framed, is_grey, is_wholly_transparent, upright_size
 
 Row = np.ndarray[Any, np.dtype[Any]]
+TRANSPARENT = "wholly transparent"
+TOO_WIDE = "cropped to less than half of the area (`aspect_ratio` and `crop` none keep more)"
+COLOURED = "coloured, but trained on in grey because of `grey`"
+MIN_KEPT = 0.5  # share of the area of a picture below which its crop is reported
+
+
+class Fitted(NamedTuple):
+    """The row of an image."""
+
+    row: Row
+    """``[c, h, w]``."""
+    size: tuple[int, int]
+    """Width and height of the image [px]."""
+    remarks: tuple[str, ...] = ()
+    """Properties of the image that a person should know, as ends of "pictures are ..."."""
 
 
 class PictureRows:
-    """The rows of a store of pictures: uint8, RGB or RGBA. Other data have rows of their own with these members."""
+    """The rows of a store of pictures, uint8. Other data have rows of their own with these members."""
 
     def __init__(self, framing: Framing) -> None:
         self.framing, self.census = framing, Census()
         self.key: tuple[Any, ...] = ()
 
-    def fit(self, image: Any) -> tuple[Row, tuple[int, int]]:
-        """Return the row ``[c, h, w]`` of a Pillow image, and the width and height of the image [px]."""
+    def fit(self, image: Any) -> Fitted:
+        """Return the row of a Pillow image that is not decoded yet."""
         size, framing = upright_size(image), self.framing
-        image = fit(image, framing.stored_size, alpha=framing.alpha, pad=framing.crop == "none")
-        return np.asarray(image).transpose(2, 0, 1), size
+        is_nearest = framing.resize == "nearest"
+        image = decoded(image, None if is_nearest else 2 * max(framing.stored_size), framing.bits)
+        remarks = {
+            TRANSPARENT: is_wholly_transparent(image),
+            TOO_WIDE: framing.kept(*size) < MIN_KEPT,
+            COLOURED: framing.grey and not is_grey(image),
+        }
+        mode = "L" if framing.grey else "RGBA" if framing.alpha else "RGB"
+        row = framed(image, framing.stored_size, mode=mode, pad=framing.crop == "none", resize=framing.resize)
+        planes = np.asarray(row)[None] if framing.grey else np.asarray(row).transpose(2, 0, 1)
+        return Fitted(planes, size, tuple(text for text, applies in remarks.items() if applies))
 
     def add(self, row: Row) -> None:
         """Take note of a row that is written."""

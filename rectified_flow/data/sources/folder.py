@@ -4,18 +4,21 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from hashlib import blake2b
 from os.path import commonpath
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from rectified_flow.data.metadata import METADATA_FILES, read_metadata
 from rectified_flow.data.sources import ImageSource
+from rectified_flow.data.sources.kinds import COMPANIONS, OTHER_FORMATS, PICTURES, companions, without_repeats
+from rectified_flow.data.tables import TABLE_SUFFIXES, TEXT_SUFFIXES, read_metadata
 from rectified_flow.errors import UsageError
 from rectified_flow.system.files import printable
-from rectified_flow.system.pictures import IMAGE_SUFFIXES, OTHER_SUFFIXES, PLUGIN_HINT, content_of, open_picture
+from rectified_flow.system.pictures import IMAGE_SUFFIXES, PLUGIN_HINT, content_of, open_picture
 
 BYPRODUCTS = {
     *("@eadir", "@recycle", "@recently-snapshot", "@__thumb", "@tmp", "#recycle", "#snapshot", "$recycle.bin"),
@@ -29,12 +32,8 @@ SPLITS = {
     **dict.fromkeys(("test", "testing", "pred", "prediction"), "test"),
 }
 """Words in the names of subfolders for the splits of a dataset."""
-PICTURES = {"image", "images", "img", "imgs", "jpegimages", "pictures", "photos"}
-COMPANIONS = {
-    *("label", "labels", "mask", "masks", "annotation", "annotations", "gt", "ground_truth", "groundtruth"),
-    *("segmentation", "segmentations", "segmentationclass", "segmentationobject", "depth", "bbox", "bboxes", "json"),
-}
-"""Subfolders with the pictures of a dataset, and with what belongs to them; neither are classes."""
+SAMPLED, BLOCK = 256, 4096
+"""Largest number of files whose contents are part of the fingerprint of a folder, and size of a part [bytes]."""
 
 
 class FileFolder(ImageSource):
@@ -51,7 +50,7 @@ class FileFolder(ImageSource):
     notes: list[str]
     suffixes: ClassVar[Collection[str]] = IMAGE_SUFFIXES
     """Suffixes of the files to read, in lower case."""
-    other_suffixes: ClassVar[Collection[str]] = OTHER_SUFFIXES
+    other_suffixes: ClassVar[Collection[str]] = OTHER_FORMATS
     """Suffixes of files that are not read, and are counted for a note."""
     kind: ClassVar[str] = "pictures"
     """Name of the files in the plural."""
@@ -67,22 +66,54 @@ class FileFolder(ImageSource):
             first = [f"{printable(file)} is {what}" for file in everything[:1] if (what := content_of(file))]
             nothing = f"the folder {path} holds no {self.kind} ({', '.join(sorted(self.suffixes))})"
             raise UsageError("; ".join((nothing, *self.notes, *first)))
+        found = self._without_companions(found)
         root, files = narrow(path, found, split)
-        self.files, rest = sorted(files), sorted({*found} - {*files})
-        self._note(f"{self.kind} of other splits or of labels", rest)
+        self.files = sorted(files)
+        self._note_rest(root, sorted({*found} - {*files}))
         if root != path:
             self.notes.append(f"read the {self.kind} in {printable(root)}, whose subfolders, if any, are the classes")
-        tables = [file for file in everything if file.name in METADATA_FILES]
-        self._metadata = [each for each in tables if each.is_relative_to(root) or root.is_relative_to(each.parent)]
+        suffixes = {*TABLE_SUFFIXES, *TEXT_SUFFIXES, ".jsonl"}
+        self._texts, self._root = [file for file in everything if file.suffix.lower() in suffixes], root
         self.fingerprint = files_fingerprint(path, self.files)
-        self.class_names, self._labels = self._find_classes([file.relative_to(root).parts for file in self.files])
+        self.class_names, self._labels = self._find_classes(root)
 
-    def _find_classes(self, parts: Sequence[tuple[str, ...]]) -> tuple[list[str], list[int]]:
-        """Return the classes by the topmost subfolders in the paths of the files, and the label of each file or -1."""
+    def _without_companions(self, files: list[Path]) -> list[Path]:
+        """Return the files without those that belong to another, such as masks and copies, with a note on each kind."""
+        left_out, alike = defaultdict[str, list[Path]](list), list[Path]()
+        for companion in companions(files):
+            if companion.is_left_out:
+                left_out[companion.kind.noun].append(companion.file)
+            else:
+                alike.append(companion.file)
+        for noun, some in left_out.items():
+            self._note(f"{noun} beside their {self.kind}", some)
+        for each in alike[:1]:
+            found = f"read {len(alike)} {self.kind} with the names of copies and other contents"
+            self.notes.append(f"{found}, such as {printable(each.relative_to(self.path))}: `exclude` leaves files out")
+        beside = {file for some in left_out.values() for file in some}
+        return [file for file in files if file not in beside] if beside else files
+
+    def _note_rest(self, root: Path, rest: Sequence[Path]) -> None:
+        """Add a note on the files outside of the folder whose subfolders are classes."""
+        kinds = defaultdict[str, list[Path]](list)
+        for file in rest:
+            parts = file.relative_to(self.path).parts[:-1]
+            kinds[next((COMPANIONS[part.lower()] for part in parts if part.lower() in COMPANIONS), "")].append(file)
+        self._note(f"{self.kind} of other splits or of labels", kinds.pop("", []) + kinds.pop("labels", []))
+        for purpose, some in kinds.items():
+            self._note(f"{self.kind} for {purpose}", some)
+
+    def _find_classes(self, root: Path) -> tuple[list[str], list[int]]:
+        """Return the classes by the topmost subfolders of ``root``, and the label of each file or -1."""
+        parts = [file.relative_to(root).parts for file in self.files]
         stray = [part[0] for part in parts if len(part) == 1]
         if not stray:
-            number = {name: label for label, name in enumerate(sorted({part[0] for part in parts}))}
-            return [printable(name) for name in number], [number[part[0]] for part in parts]
+            names = without_repeats(root, sorted({part[0] for part in parts}))
+            number = {name: label for label, name in enumerate(sorted({*names.values()}))}
+            if (first := min(names)) != names[first]:
+                ignored = f"the number of repeats in the names of folders such as {printable(first)}"
+                self.notes.append(f"ignored {ignored}: each of the {self.kind} is read once in an epoch")
+            return [printable(name) for name in number], [number[names[part[0]]] for part in parts]
         if len(stray) < len(parts):
             such = printable(stray[0])
             self.notes.append(f"no classes: {len(stray)} {self.kind} are in no subfolder, such as {such}")
@@ -109,7 +140,7 @@ class FileFolder(ImageSource):
 
     @override
     def read_table(self) -> dict[str, list[Any]]:
-        return read_metadata(self._metadata, self.files, self.notes)
+        return read_metadata(self._texts, self.files, self._root, self.notes)
 
     def _note(self, what: str, files: Sequence[Path]) -> None:
         """Add a note on files that are not read, if there are any."""
@@ -143,7 +174,9 @@ def _by_subfolder(folder: Path, files: Sequence[Path]) -> Mapping[str | None, li
 
 def _choose(folder: Path, names: Sequence[str], split: str) -> str | None:
     """Return the one of the subfolders that is to be read; None if they are classes."""
-    splits = {name: _split_of(name) for name in names if name.lower() not in COMPANIONS}
+    has_pictures = any(name.lower() in PICTURES for name in names)
+    beside = {name for name, noun in COMPANIONS.items() if has_pictures or noun == "labels"}
+    splits = {name: _split_of(name) for name in names if name.lower() not in beside}
     found, exact = {*splits.values()}, {SPLITS[name.lower()] for name in splits if name.lower() in SPLITS}
     if len(splits) == 1:
         [(only, known)] = splits.items()
@@ -195,12 +228,30 @@ def is_byproduct(name: str) -> bool:
     return name.startswith(".") or name.lower() in BYPRODUCTS or name.lower().endswith(".lrdata")
 
 
-def files_fingerprint(folder: Path, files: list[Path]) -> str:
-    """Hash each file's path relative to ``folder``, its size and its modification time."""
-    digest = blake2b(digest_size=16)
-    for file in files:
-        size, time = -1, -1  # of a link that leads nowhere
-        if os.path.exists(file):
-            size, time = os.stat(file).st_size, os.stat(file).st_mtime_ns
-        digest.update(f"{file.relative_to(folder)}\0{size}\0{time}\n".encode(errors="surrogateescape"))
+def files_fingerprint(folder: Path, files: Sequence[Path]) -> str:
+    """Hash the place of ``folder``, the path of each file in it, its size and its times, and parts of some contents.
+
+    The time of the last change of status is among the times: unlike the time of modification, no program sets it. The
+    contents are for file systems that keep no such time. Only some files are opened, since opening each of 200,000
+    files takes minutes on a disk or a network file system whose cache is cold.
+    """
+    digest, regular, beginning = blake2b(os.fsencode(os.path.realpath(folder)), digest_size=16), [], f"{folder}{os.sep}"
+    for path in map(str, files):
+        identity: tuple[int, ...] = ()  # of a link that leads nowhere
+        with suppress(OSError):
+            found = os.stat(path)
+            identity = found.st_size, found.st_mtime_ns, found.st_ctime_ns
+            if S_ISREG(found.st_mode):
+                regular.append((path, found.st_size))
+        digest.update(os.fsencode(f"{path.removeprefix(beginning)}\0{identity}\n"))
+    for path, size in regular[:: 1 + len(regular) // SAMPLED]:
+        digest.update(_sample(path, size))
     return digest.hexdigest()
+
+
+def _sample(path: str, size: int) -> bytes:
+    """Return the first, the middle and the last bytes of a file of ``size`` bytes; none if it cannot be read."""
+    with suppress(OSError), open(path, "rb", buffering=0) as file:
+        middle, end = max(0, (size - BLOCK) // 2), max(0, size - BLOCK)
+        return b"".join(os.pread(file.fileno(), BLOCK, start) for start in sorted({0, middle, end}))
+    return b""

@@ -71,8 +71,14 @@ export function histogram(quantiles, min, max, bins = BINS) {
   return shares;
 }
 
-/** The words of a text in lower case, without punctuation. */
-export const wordsOf = (text) => text.toLowerCase().match(/[\p{L}\p{N}]+/gu) ?? [];
+/** Characters of scripts without spaces between words, as in rectified_flow/text/encoders.py. */
+const UNSPACED =
+  "\\u0e00-\\u0eff\\u1000-\\u109f\\u1780-\\u17ff\\u3005-\\u3007\\u3040-\\u30ff\\u31f0-\\u31ff\\u3400-\\u4dbf\\u4e00-\\u9fff" +
+  "\\uf900-\\ufaff\\uff66-\\uff9f\\u{20000}-\\u{323af}";
+const WORD = new RegExp(`(?=[\\p{L}\\p{N}])[${UNSPACED}]|(?:(?![${UNSPACED}])[\\p{L}\\p{N}])+`, "gu");
+
+/** The words of a text in lower case, without punctuation; a character is one in scripts without spaces. */
+export const wordsOf = (text) => text.toLowerCase().match(WORD) ?? [];
 
 /** The words of a text that an encoder knows, and those that it does not; an encoder without a list of words knows all. */
 export function sorted(encoder, text) {

@@ -1,0 +1,96 @@
+"""The flags of the framing and of the mirror images that suit the pictures of a run, where the user gave none."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from accelerate import PartialState
+
+from rectified_flow.cli import facts, plan
+from rectified_flow.cli.training_flags import NO_WEIGHTS, STARTER, DataConfig, InitConfig, SourceConfig
+from rectified_flow.data.description import PictureData
+from rectified_flow.data.mirroring import unmirrored_words
+from rectified_flow.data.open import reader_of
+from rectified_flow.data.sources import ImageSource
+from rectified_flow.data.survey import channel_note, survey
+from rectified_flow.distributed import on_main
+from rectified_flow.parts import name_of
+from rectified_flow.spaces.pixels import Pixels
+from rectified_flow.system.terminal import line
+
+
+@dataclass(frozen=True)
+class FramedFlags:
+    """The groups of flags that a choice of the framing depends on.
+
+    Args:
+        pictures: the flags of the pictures.
+        source: the flags of the sources of a translation.
+        init: the flags of the initial weights.
+        columns: names of the columns that are conditions, as on the command line.
+        given: names of the flags that the user gave.
+    """
+
+    pictures: DataConfig
+    source: SourceConfig
+    init: InitConfig
+    columns: tuple[str, ...]
+    given: Collection[str]
+
+
+def framing_of(flags: FramedFlags, data: PictureData, source: ImageSource) -> tuple[dict[str, object], list[str]]:
+    """Return the flags that suit the pictures of a run that begins now, and sentences about the choice. Collective.
+
+    Args:
+        flags: the flags of the run.
+        data: the description of the pictures.
+        source: the pictures.
+    """
+    state, chosen, notes = PartialState(), dict[str, object](), list[str]()
+    if reader_of(flags.pictures.space)[0] is None:
+        chosen, notes = on_main(state, partial(_of_pictures, flags, data, source))
+    channels = on_main(state, lambda: channel_note([source.name_of(number) for number in range(len(source))]))
+    notes += [channels] if channels else []
+    if "autoencoder" in flags.given and flags.pictures.autoencoder:
+        error = facts.round_trip_error(source, flags.pictures)
+        spoils = f"the autoencoder changes these pictures by {error:.0f} of 255; pass --image_size 64 without it"
+        if error > plan.SPOILED:
+            state.print(line("warning", spoils))
+    may_mirror = flags.pictures.horizontal_flip and "horizontal_flip" not in flags.given
+    if may_mirror and (reason := on_main(state, partial(_reason_not_to_mirror, flags.columns, source))):
+        chosen["horizontal_flip"] = False
+        state.print(line("mirroring", f"--no_horizontal_flip, as {reason}; --horizontal_flip overrides it"))
+    return chosen, notes
+
+
+def _of_pictures(flags: FramedFlags, data: PictureData, source: ImageSource) -> tuple[dict[str, object], list[str]]:
+    """Return the flags that suit pictures and their sources, by some of them, and a sentence for each flag."""
+    framing, chosen, notes = flags.pictures.framing, dict[str, object](), list[str]()
+    found = survey(source, framing, source.numbers_without(flags.pictures.exclude, flags.pictures.max_train_samples))
+    # Other weights, sources and spaces may need three channels.
+    is_free = flags.init.init_from in (None, STARTER, NO_WEIGHTS) and not flags.source.is_given
+    is_free = is_free and name_of(flags.pictures.space) in ("", Pixels.__name__)
+    if found.is_grey and is_free and not flags.pictures.alpha and "grey" not in flags.given:
+        chosen["grey"] = True
+        notes.append("all pictures are grey, so the samples are grey, too (--no_grey trains on three channels)")
+    if found.resize == "nearest" and flags.pictures.resize is None:
+        chosen["resize"] = "nearest"
+        notes.append("pixel art or label maps are resized without new colours (--resize lanczos smooths them)")
+    if found.bits < 16 and flags.pictures.bits is None:
+        chosen["bits"] = found.bits
+        brightest = f"the values in files of 16 bits are at most {2**found.bits - 1:,}"
+        notes.append(f"{brightest}, so this value becomes white (--bits 16 keeps them dark)")
+    if flags.source.source_path is not None and flags.source.source_resize is None:
+        theirs = replace(data.pictures, dataset_path=flags.source.source_path, exclude=(), limit=None).find()
+        if survey(theirs, framing, range(len(theirs))).resize == "nearest":
+            chosen["source_resize"] = "nearest"
+            notes.append("sources of few colours are resized without new colours (--source_resize lanczos smooths)")
+    return chosen, notes
+
+
+def _reason_not_to_mirror(columns: Sequence[str], source: ImageSource) -> str | None:
+    """Return the classes or captions of pictures that are false in a mirror image, in words."""
+    wanted = {column.partition("=")[0] for column in columns}
+    table = source.read_table() if wanted else {}
+    captions = {name: column for name, column in table.items() if name in wanted or "all" in wanted}
+    return unmirrored_words(source.class_names, captions)

@@ -1,0 +1,103 @@
+"""Tables of the kinds of files and folders that are not trained on, or not as they are called, by their names.
+
+A new kind is a row here and a row in ``tests/data/test_kinds.py``.
+"""
+
+import re
+from collections.abc import Collection, Iterator, Sequence
+from filecmp import cmp
+from pathlib import Path
+from typing import NamedTuple
+
+from rectified_flow.system.pictures import OTHER_SUFFIXES
+
+OTHER_FORMATS = OTHER_SUFFIXES | {
+    *(".npy", ".npz", ".h5", ".hdf5", ".mat", ".nii", ".gz", ".mha", ".nrrd", ".zarr", ".pt", ".pkl", ".tfrecord"),
+    *(".mp4", ".mov", ".avi", ".mkv", ".webm", ".pdf", ".rar", ".7z", ".bz2", ".xz", ".tgz", ".mdb"),
+    *(".cr3", ".raf", ".rw2", ".orf", ".tga", ".dds", ".hdr", ".ppm", ".pgm", ".pbm", ".ico", ".xcf", ".kra"),
+}
+"""Suffixes of files that may hold pictures and are counted, in lower case; that of ``.nii.gz`` is ``.gz``."""
+
+COMPANIONS = {
+    **dict.fromkeys(("label", "labels", "mask", "masks", "annotation", "annotations", "gt"), "labels"),
+    **dict.fromkeys(("ground_truth", "groundtruth", "segmentation", "segmentations", "depth"), "labels"),
+    **dict.fromkeys(("segmentationclass", "segmentationobject", "bbox", "bboxes", "json"), "labels"),
+    **dict.fromkeys(("reg", "regs", "regularization", "regularisation", "regularization_images"), "regularisation"),
+    **dict.fromkeys(("class_images", "class_data", "class_dir"), "regularisation"),
+    **dict.fromkeys(("conditioning", "conditioning_images", "conditioning_image", "control"), "conditioning"),
+    **dict.fromkeys(("thumbnails", "thumbs", "previews", "log", "logs", "model", "models", "sample"), "previews"),
+}
+"""Subfolders with what belongs to the pictures beside them, in lower case, and what it is; none are classes."""
+PICTURES = {
+    *("image", "images", "img", "imgs", "jpegimages", "pictures", "photos"),
+    *("instance_images", "instance_data", "instance_dir"),
+}
+"""Subfolders with the pictures of a dataset, in lower case, beside those of :data:`COMPANIONS`."""
+
+
+class Beside(NamedTuple):
+    """A kind of file whose name is that of a picture beside it with an addition."""
+
+    addition: str
+    """A regular expression of the addition to the name without its suffix."""
+    noun: str
+    """The files in the plural."""
+    is_copy: bool = False
+    """Whether the file may be another picture: it is left out only if its contents are equal."""
+
+
+BESIDE = (
+    Beside(r"[-_. ](?:masklabel|condlabel|masks?|seg|segmentation|labels?|gt|matte|trimap)(?:_\d+)?$", "masks"),
+    Beside(r"[-_.](?:depth|normals?|disparity)$", "maps of depth or of normals"),
+    Beside(r"[-_.](?:thumb|thumbnail|preview)$|-\d+x\d+$|@[23]x$", "copies of another size"),
+    Beside(r"[-_ ](?:edited|bearbeitet|modifi\u00e9|editado|modificato|bewerkt)(?:\(\d+\))?$", "edited copies", True),
+    Beside(r" ?\(\d+\)$|(?: -)? (?:copy|copie|kopie|copia)(?: ?\(?\d+\)?)?$", "copies", True),
+    Beside(r"~\d+$|(?<=IMG_)E(?=\d+$)", "edited copies", True),
+)
+"""Masks of trainers and of medical datasets; thumbnails of websites; copies of photo libraries, phones and systems."""
+ADDITION = re.compile("|".join(f"({kind.addition})" for kind in BESIDE), re.IGNORECASE)
+REPEATS = re.compile(r"(\d+)_(?=.*[^\W\d_])(.+)")
+"""The number of repeats in the name of a folder, which kohya's scripts read."""
+
+
+class Companion(NamedTuple):
+    """A file that belongs to a picture beside it."""
+
+    file: Path
+    picture: Path
+    kind: Beside
+
+    @property
+    def is_left_out(self) -> bool:
+        """Whether the file is certainly no picture of its own."""
+        if not self.kind.is_copy:
+            return True
+        try:
+            return cmp(self.file, self.picture, shallow=False)
+        except OSError:  # a broken file is named when it is decoded
+            return False
+
+
+def companions(files: Sequence[Path]) -> Iterator[Companion]:
+    """Yield the files whose names say that they belong to another of the files."""
+    stems = {str(file).rpartition(".")[0]: file for file in files}
+    for file in files:
+        stem = str(file).rpartition(".")[0]
+        found = ADDITION.search(stem)
+        picture = None if found is None else stems.get(stem[: found.start()] + stem[found.end() :])
+        if found is not None and picture is not None:
+            yield Companion(file, picture, BESIDE[(found.lastindex or 1) - 1])
+
+
+def without_repeats(folder: Path, names: Collection[str]) -> dict[str, str]:
+    """Return the class of each subfolder: its name, without the number of repeats that kohya's scripts read there.
+
+    Numbers that count the subfolders are part of the names, such as those of grades, unless the folder is ``img``.
+    """
+    found = [match for name in names if (match := REPEATS.fullmatch(name))]
+    numbers, classes = sorted(int(match[1]) for match in found), {match[0]: match[2].strip() for match in found}
+    counts = numbers == [*range(numbers[0], numbers[0] + len(numbers))] if numbers else False
+    is_certain = folder.name.lower() == "img" or len(names) == 1
+    if len(found) < len(names) or not (is_certain or (not counts and len({*classes.values()}) == len(names))):
+        return {name: name for name in names}
+    return classes

@@ -1,0 +1,233 @@
+"""Tests of the flags that the pictures of a folder decide, and of flags that would spoil a run in silence."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import PartialState
+from PIL import Image
+
+from rectified_flow.cli import facts, plan
+from rectified_flow.cli.data import build_space, find_data
+from rectified_flow.cli.framing import FramedFlags, framing_of
+from rectified_flow.cli.record import with_record
+from rectified_flow.cli.sample_request import load_mask
+from rectified_flow.cli.settings import Settings, read_settings
+from rectified_flow.cli.training_flags import TrainConfig
+from rectified_flow.data.description import PictureData
+from rectified_flow.data.open import space_of_folder
+from rectified_flow.errors import UsageError
+from rectified_flow.runs.training_config import TrainingConfig
+from rectified_flow.spaces.pixels import Pixels
+from rectified_flow.training.speed import Speed
+
+GENERATOR = np.random.default_rng(0)
+
+
+def save(path: Path, *shape: int, most: int = 256, dtype: str = "uint8") -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(GENERATOR.integers(0, most, shape).astype(dtype)).save(path)
+
+
+def framed(folder: Path, words: str = "") -> tuple[Settings[TrainConfig], list[str]]:
+    PartialState()
+    settings = read_settings(TrainConfig, "", f"--dataset_path {folder} --image_size 16 {words}".split())
+    values = settings.values
+    data, found = find_data(values.data, values.source, values.columns)
+    assert isinstance(data, PictureData)
+    flags = FramedFlags(values.data, values.source, values.init, values.columns.condition_on, settings.given)
+    chosen, notes = framing_of(flags, data, found)
+    return settings.resolving(chosen), notes
+
+
+def test_grey_pictures_train_one_channel(tmp_path: Path) -> None:
+    save(tmp_path / "pics/a.png", 16, 16)
+    settings, [note] = framed(tmp_path / "pics")
+    assert settings.values.data.framing.shape == build_space(settings.values.data).shape == (1, 16, 16)
+    assert settings.origin("grey") == "plan"
+    assert note.startswith("all pictures are grey, so the samples are grey, too")
+
+
+@pytest.mark.parametrize(
+    "flags", ["--no_grey", "--alpha", "--init_from runs/other", "--degrade grey", "--source_path {}"]
+)
+def test_what_needs_colours_keeps_three_channels(flags: str, tmp_path: Path) -> None:
+    save(tmp_path / "pics/a.png", 16, 16)
+    settings, notes = framed(tmp_path / "pics", flags.format(tmp_path / "pics"))
+    assert not settings.values.data.grey
+    assert not any("grey" in note for note in notes)
+
+
+def test_latents_of_grey_pictures_are_decoded_to_grey(tmp_path: Path) -> None:
+    """The network of 128 px on latents stays affordable, and the samples have no colours."""
+    save(tmp_path / "pics/a.png", 16, 16)
+    settings, _ = framed(tmp_path / "pics", "--autoencoder small")
+    space, stored = build_space(settings.values.data), torch.randint(256, (2, 1, 16, 16), dtype=torch.uint8)
+    decoded = space.decode(space.encode(space.medium.stored(stored)))
+    assert decoded.shape == (2, 1, 16, 16)
+    coloured = build_space(read_settings(TrainConfig, "", ["--image_size", "16", "--autoencoder", "small"]).values.data)
+    three = coloured.decode(coloured.encode(coloured.medium.stored(stored.expand(-1, 3, -1, -1))))
+    assert (three.amax(dim=1) - three.amin(dim=1)).max() > 0.01, "the autoencoder makes colours"
+    assert coloured.shape == space.shape
+
+
+def test_the_bits_of_values(tmp_path: Path) -> None:
+    save(tmp_path / "pics/a.png", 16, 16, most=4096, dtype="uint16")
+    settings, notes = framed(tmp_path / "pics", "--space Pixels")
+    assert settings.values.data.framing.bits == 12
+    assert notes[-1].startswith("the values in files of 16 bits are at most 4,095, so this value becomes white")
+    assert framed(tmp_path / "pics", "--space Pixels --bits 16")[0].values.data.framing.bits == 16
+
+
+def test_pictures_and_their_sources_are_resized_apart(tmp_path: Path) -> None:
+    save(tmp_path / "pics/a.png", 8, 8, 3)
+    (tmp_path / "maps").mkdir()
+    label_map = Image.new("P", (8, 8))
+    label_map.putpalette([0, 0, 0, 255, 0, 0])
+    label_map.paste(1, (0, 0, 4, 4))
+    label_map.save(tmp_path / "maps/a.png")
+    settings, [note] = framed(tmp_path / "pics", f"--source_path {tmp_path}/maps --paired")
+    assert (settings.values.data.resize, settings.values.source.source_resize) == (None, "nearest")
+    assert "source_resize" in note
+    opened: Any = find_data(settings.values.data, settings.values.source, settings.values.columns)[0].open()
+    assert opened.source.entries["images"][0, 0].flatten().tolist().count(255) == 64
+    assert {*opened.source.entries["images"].flatten().tolist()} == {0, 255}
+    settings, [note] = framed(tmp_path / "maps")
+    assert settings.values.data.framing.resize == "nearest"
+    assert framed(tmp_path / "maps", "--resize lanczos")[0].values.data.framing.resize == "lanczos"
+
+
+@pytest.mark.parametrize(
+    ("classes", "flags", "mirrored"),
+    [
+        (("left", "ahead"), "", False),
+        (("0", "1"), "--use_cfg", False),
+        (("cat", "dog"), "", True),
+        (("left", "ahead"), "--horizontal_flip", True),
+        (("cat", "dog"), "--condition_on text", False),
+    ],
+)
+def test_pictures_whose_words_name_sides_are_not_mirrored(
+    classes: tuple[str, ...], flags: str, mirrored: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in classes:
+        save(tmp_path / f"pics/{name}/a.png", 16, 16, 3)
+        (tmp_path / f"pics/{name}/a.txt").write_text("seen from the left")
+    assert framed(tmp_path / "pics", flags)[0].values.data.horizontal_flip is mirrored
+    assert ("--no_horizontal_flip, as" in capsys.readouterr().out) is not mirrored
+
+
+def test_single_channels_are_said(tmp_path: Path) -> None:
+    for name in ("A_C0", "A_C1"):
+        save(tmp_path / f"pics/{name}.tif", 16, 16, dtype="uint16", most=60_000)
+    assert framed(tmp_path / "pics", "--space Fields")[1][0].startswith("the files look like single channels of")
+
+
+def drawing(side: int) -> Image.Image:
+    image = Image.new("RGB", (side, side), "white")
+    for x in range(0, side, side // 16):
+        image.paste((0, 0, 0), (x, 0, x + side // 64, side))
+        image.paste((0, 0, 0), (0, x, side, x + side // 64))
+    return image
+
+
+def test_an_autoencoder_that_spoils_the_pictures_is_not_chosen(tmp_path: Path) -> None:
+    """Thin lines come back 1/6 of white wrong, and soft colours do not."""
+    (tmp_path / "soft").mkdir()
+    (tmp_path / "drawn").mkdir()
+    soft = Image.fromarray(GENERATOR.integers(0, 256, (5, 5, 3)).astype(np.uint8))
+    soft.resize((128, 128), Image.Resampling.BICUBIC).save(tmp_path / "soft/a.png")
+    drawing(128).save(tmp_path / "drawn/a.png")
+    errors = dict[str, float]()
+    for name in ("soft", "drawn"):
+        words = f"--dataset_path {tmp_path}/{name} --image_size 128 --autoencoder small".split()
+        values = read_settings(TrainConfig, "", words).values
+        source = find_data(values.data, values.source, values.columns)[1]
+        errors[name] = facts.round_trip_error(source, values.data)
+    assert 0 < errors["soft"] < plan.SPOILED < errors["drawn"]
+
+    def chosen(error: float) -> plan.Plan:
+        return plan.choose_size(1000, 256, 3600.0, lambda *_: Speed(1000.0, 1.0), lambda *_: error)
+
+    assert chosen(errors["soft"]).settings["autoencoder"] == ("small",)
+    assert chosen(errors["drawn"]).settings == {"image_size": 64, "autoencoder": ()}
+    said = f", as --autoencoder small changes these pictures by {errors['drawn']:.0f} of 255; --image_size overrides"
+    assert said in chosen(errors["drawn"]).reasons["size"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "steps"),
+    [
+        ("--train_num_steps 200", 50),
+        ("--train_num_steps 2000", None),
+        ("--train_num_steps 3", 1),
+        ("--num_epochs 2 --batch_size 10", 5),
+        ("--train_num_steps 200 --lr_warmup_steps 500", None),
+    ],
+)
+def test_the_warm_up_of_a_short_run(flags: str, steps: int | None, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = read_settings(TrainConfig, "", flags.split())
+    PartialState()
+    made = facts.short_warm_up(settings.values.run, 100, settings.given)
+    assert made == ({} if steps is None else {"lr_warmup_steps": steps})
+    assert (f"--lr_warmup_steps {steps}, since the run has" in capsys.readouterr().out) == bool(made)
+
+
+@pytest.mark.parametrize(
+    ("colour", "alpha", "expected"),
+    [
+        (255, None, [True] * 4 + [False] * 4),  # black and white
+        (255, 255, [True] * 4 + [False] * 4),
+        (255, 0, [True] * 4 + [False] * 4),  # white strokes on nothing
+        (200, 0, [True] * 4 + [False] * 4),
+        (0, 0, "has transparent parts beside dark ones"),
+        (0, None, "has no white pixels"),
+    ],
+)
+def test_the_transparent_parts_of_a_mask_are_not_white(
+    colour: int, alpha: int | None, expected: list[bool] | str, tmp_path: Path
+) -> None:
+    """The left half is painted; the right half is black, or transparent white."""
+    right = [0, 0, 0, 255] if alpha is None else [255 - alpha] * 3 + [alpha]
+    pixels = np.full((8, 8, 4), right, np.uint8)
+    pixels[:, :4] = (colour, colour, colour, 255)
+    Image.fromarray(pixels).save(tmp_path / "mask.png")
+    medium = Pixels((3, 8, 8)).medium
+    if isinstance(expected, str):
+        with pytest.raises(UsageError, match=expected):
+            load_mask(tmp_path / "mask.png", [], medium)
+    else:
+        assert load_mask(tmp_path / "mask.png", [], medium)[0, 0, 3].tolist() == expected
+
+
+@pytest.mark.parametrize(("extra", "is_field"), [(0, True), (1, False), (2, False)])
+def test_a_fourth_channel_that_is_no_transparency_is_a_measurement(extra: int, is_field: bool, tmp_path: Path) -> None:
+    tifffile = pytest.importorskip("tifffile")
+    names = {0: "unspecified", 1: "assocalpha", 2: "unassalpha"}
+    values = GENERATOR.integers(0, 255, (8, 8, 4)).astype(np.uint8)
+    tifffile.imwrite(tmp_path / "a.tif", values, photometric="rgb", extrasamples=[names[extra]])
+    assert (space_of_folder(tmp_path) == "Fields") is is_field
+
+
+def test_weights_for_a_run_that_has_begun_are_said_to_have_no_effect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    PartialState()
+    monkeypatch.setattr("rectified_flow.cli.record.begun_flags", lambda *_: {"init_from": Path("one")})
+    words = f"--output_dir {tmp_path} --init_from"
+    with_record(read_settings(TrainConfig, "", f"{words} one".split()))
+    assert "has no effect" not in capsys.readouterr().out
+    with_record(read_settings(TrainConfig, "", f"{words} two".split()))
+    said = f"--init_from two has no effect, as the run in {tmp_path} has begun from one: choose another --output_dir"
+    assert said in capsys.readouterr().out
+
+
+def test_a_precision_of_the_launcher_that_is_not_supported(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rectified_flow.training import trainer
+
+    monkeypatch.setattr(trainer, "is_initialized", lambda: False)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    with pytest.raises(UsageError, match="the launcher asks for the precision fp8, which is not supported: pass"):
+        trainer.choose_precision(TrainingConfig(), torch.device("cpu"))

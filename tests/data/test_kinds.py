@@ -1,0 +1,134 @@
+"""Tests of the kinds of files and folders that are left out, or not called what they are named, a row each."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tifffile
+from PIL import Image
+
+from rectified_flow.data.open import open_dataset, space_of_folder
+from rectified_flow.data.sources.folder import FileFolder
+from rectified_flow.errors import UsageError
+
+
+def save(folder: Path, names: str) -> None:
+    """A picture for each name, equal ones for names with the same mark, such as ``a.png=1``."""
+    for number, each in enumerate(names.split("|")):
+        name, _, mark = each.partition("=")
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8), (number, int(mark) if mark else 100 + number, 0)).save(folder / name, "PNG")
+        if mark:
+            Image.new("RGB", (8, 8), (0, int(mark), 0)).save(folder / name, "PNG")
+
+
+READ = "read 1 pictures with the names of copies and other contents, such as {}: `exclude` leaves files out"
+KINDS = {
+    "masks of OneTrainer": ("1.jpg|1-masklabel.png|1-condlabel.png", "1.jpg", ["left out 2 masks beside"]),
+    "masks of a medical dataset": ("a (1).png|a (1)_mask.png|a (1)_mask_1.png", "a (1).png", ["left out 2 masks"]),
+    "masks in two formats": ("1.jpg|1_mask.png|1_mask.jpg", "1.jpg", ["left out 2 masks beside"]),
+    "maps of depth": ("1.png|1_depth.png", "1.png", ["left out 1 maps of depth or of normals beside their pictures"]),
+    "copies of another size": ("1.jpg|1-300x200.jpg|1@2x.jpg|1_thumb.jpg", "1.jpg", ["left out 3 copies of another"]),
+    "equal copies": ("A.jpg=1|A(1).jpg=1|A (2).jpg=1|A - Copy.jpg=1|A copy 2.jpg=1", "A.jpg", ["left out 4 copies"]),
+    "a numbered picture": ("A.jpg|A(1).jpg", "A(1).jpg|A.jpg", [READ.format("A(1).jpg")]),
+    "an edited picture": ("A.jpg|A-edited.jpg", "A-edited.jpg|A.jpg", [READ.format("A-edited.jpg")]),
+    "an edited picture of a phone": ("IMG_1.JPG|IMG_E1.JPG", "IMG_1.JPG|IMG_E1.JPG", [READ.format("IMG_E1.JPG")]),
+    "numbers without a picture": (
+        "A (1).jpg|A (2).jpg|mask.png|x_mask.png",
+        "A (1).jpg|A (2).jpg|mask.png|x_mask.png",
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_files_beside_pictures_are_left_out_or_said(tmp_path: Path, kind: str) -> None:
+    names, read, notes = KINDS[kind]
+    save(tmp_path, names)
+    folder = FileFolder(tmp_path)
+    assert [folder.name_of(number) for number in range(len(folder))] == read.split("|")
+    assert len(folder.notes) == len(notes)
+    assert all(note.startswith(start) for note, start in zip(folder.notes, notes, strict=True))
+
+
+REPEATS = "ignored the number of repeats in the names of folders such as {}: each of the pictures is read once"
+FOLDERS = {
+    "kohya": (
+        "img/10_zzz cat/1.png|img/5_zzz cat/2.png|reg/1_cat/3.png|log/4.png|model/sample/5.png",
+        "zzz cat",
+        ["left out 2 pictures for previews", "left out 1 pictures for regularisation, such as reg/1_cat/3.png",
+         "read the pictures in", REPEATS.format("10_zzz cat")],
+    ),
+    "one folder of kohya": ("20_my dog/1.png", "my dog", [REPEATS.format("20_my dog")]),
+    "two folders of kohya": ("10_cat/1.png|20_dog/1.png", "cat|dog", [REPEATS.format("10_cat")]),
+    "dreambooth": (
+        "instance_images/1.png|class_images/2.png",
+        "",
+        ["left out 1 pictures for regularisation", "read the pictures in"],
+    ),
+    "controlnet": ("images/1.png|conditioning_images/1.png", "", ["left out 1 pictures for conditioning", "read the"]),
+    "grades": ("0_none/1.png|1_mild/1.png|2_severe/1.png", "0_none|1_mild|2_severe", []),
+    "ages": ("10_years/1.png|20_years/1.png", "10_years|20_years", []),
+    "numbers": ("10_20/1.png|30_40/1.png", "10_20|30_40", []),
+    "groups of a trial": ("control/1.png|test/1.png", "control|test", []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_folders_are_called_what_they_hold(tmp_path: Path, kind: str) -> None:
+    names, classes, notes = FOLDERS[kind]
+    save(tmp_path, names)
+    folder = FileFolder(tmp_path)
+    assert folder.class_names == [name for name in classes.split("|") if name]
+    assert len(folder.notes) == len(notes)
+    assert all(note.startswith(start) for note, start in zip(folder.notes, notes, strict=True))
+
+
+def odd(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+
+
+def saved(kind: str, **options: object) -> Callable[[Path], None]:
+    return lambda path: Image.new("RGB", (8, 8)).save(path, kind, **options)
+
+
+EXIF = Image.Exif()
+EXIF[0x010E] = "a description that is longer than a few bytes"
+FIRST = {
+    "a Git LFS pointer": lambda path: odd(path, b"version https://git-lfs.github.com/spec/v1\noid sha256:0123456789"),
+    "a WebP with Exif": saved("WEBP", exif=EXIF),
+    "a JPEG with Exif": saved("JPEG", exif=EXIF),
+    "a GIF": saved("GIF"),
+    "an AVIF": saved("AVIF"),
+    "nothing": lambda path: odd(path, b""),
+}
+
+
+@pytest.mark.parametrize("kind", FIRST)
+def test_a_wrongly_named_file_makes_no_folder_of_measurements(tmp_path: Path, kind: str) -> None:
+    FIRST[kind](tmp_path / "0.png")
+    assert space_of_folder(tmp_path) is None
+    FIRST[kind](tmp_path / "1.tif")
+    assert space_of_folder(tmp_path) is None
+
+
+def test_measurements_are_known_by_their_contents(tmp_path: Path) -> None:
+    tifffile.imwrite(tmp_path / "0.png", np.zeros((8, 8), np.float32))
+    Image.fromarray(np.zeros((8, 8), np.uint16)).save(tmp_path / "1.tif", "PNG")
+    assert space_of_folder(tmp_path) == "Fields"
+
+
+@pytest.mark.parametrize("name", ["1.nii.gz", "1.h5", "1.npz", "1.mp4", "1.CR3"])
+def test_other_formats_are_counted(tmp_path: Path, name: str) -> None:
+    save(tmp_path, "1.png")
+    (tmp_path / name).write_bytes(b"1")
+    [note] = FileFolder(tmp_path).notes
+    assert note.startswith("left out 1 files of other formats")
+
+
+@pytest.mark.parametrize("name", ["t.parquet", "a.csv", "1.png"])
+def test_a_file_in_place_of_its_folder_is_named_with_the_folder(tmp_path: Path, name: str) -> None:
+    save(tmp_path, name)
+    with pytest.raises(UsageError, match=f"is not a folder, but a file: pass its folder {tmp_path}$"):
+        open_dataset("", tmp_path / name, image_size=8)

@@ -1,0 +1,31 @@
+"""Tests of the measure of copies on latents: a flow copies what its autoencoder leaves of a picture."""
+
+from pathlib import Path
+
+import torch
+
+from rectified_flow.data.sources.synthetic_flowers import SyntheticFlowers
+from rectified_flow.data.store import ImageDataset
+from rectified_flow.data.store_writer import open_store
+from rectified_flow.evaluation.evaluator import Evaluator
+from rectified_flow.latents.autoencoders import Small
+from rectified_flow.latents.space import Latents
+
+SIDE, COUNT, HELD_OUT = 64, 60, 12
+
+
+def test_copies_are_compared_with_reconstructions(tmp_path: Path) -> None:
+    """Reconstructions of the training pictures are copies, also mirrored or noisy; those of other pictures are not."""
+    pictures = ImageDataset(open_store(SyntheticFlowers(SIDE, count=COUNT), SIDE, cache_dir=tmp_path))
+    training, unseen = (pictures.subset(range(*span)) for span in ((COUNT - HELD_OUT,), (COUNT - HELD_OUT, COUNT)))
+    medium = Latents(Small(), SIDE).medium
+    evaluator = Evaluator(training, "efficientnet_lite0", num_samples=8, held_out=unseen, medium=medium)
+    copied = medium.reconstructed(training.read_pictures(range(len(training))))
+    noise = 4 * torch.randn(copied.shape, generator=torch.Generator().manual_seed(0))
+    noisy = (copied + noise).round().clamp(0, 255).to(torch.uint8)
+    shares = [evaluator.compute(evaluator.extract(each))["copies"] for each in (copied, copied.flip(-1), noisy)]
+    assert min(shares) >= 0.99
+    assert evaluator.real.copies_by_chance is not None
+    assert evaluator.real.copies_by_chance <= 0.1
+    features = sorted(path.name for path in tmp_path.glob("[!.]*-features-*"))
+    assert len(features) == 4, "two networks, of the pictures and of their reconstructions"
