@@ -134,11 +134,10 @@ def plain(config: Any, *, paths: bool = True) -> dict[str, Any]:
     return {name: as_plain(value, name) for name, value in values if paths or not isinstance(value, Path)}
 
 
-def spelled(config_class: Any, argument: str) -> str | None:
-    """Return the flag of an argument that a message names, such as ``--image_size``; None if there is none."""
+def flag_of(config_class: Any, argument: str) -> str | None:
+    """Return the name of the flag for an argument that a message names; None if the program has none."""
     rules = rules_of(config_class)
-    names = [name for name, rule in rules.items() if argument in (name, rule.stands_for)]
-    return f"--{names[0]}" if names else None
+    return next((name for name, rule in rules.items() if argument in (name, rule.stands_for)), None)
 
 
 def recorded(config: Any) -> dict[str, Any]:

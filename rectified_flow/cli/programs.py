@@ -48,12 +48,12 @@ def run(main: str, config_class: str, description: str | None, *, in_layers: boo
 
 def _flag_of(config_class: str, argument: str) -> str:
     """Return the flag of an argument that a message names: of this program, or else of that which trains."""
-    from rectified_flow.flags import spelled
+    from rectified_flow.flags import flag_of
 
-    if (own := spelled(resolve_name(config_class), argument)) is not None:
-        return own
-    other = spelled(resolve_name(TRAIN), argument) if config_class.startswith(CLI) else None
-    return f"{other} of {COMMAND} train" if other else f"`{argument}`"
+    if (own := flag_of(resolve_name(config_class), argument)) is not None:
+        return f"--{own}"
+    other = flag_of(resolve_name(TRAIN), argument) if config_class.startswith(CLI) else None
+    return f"--{other} of {COMMAND} train" if other else f"`{argument}`"
 
 
 def _outcome(main: str, config_class: str, description: str, *, in_layers: bool) -> int:

@@ -5,7 +5,7 @@ import os
 import tempfile
 from codecs import BOM_UTF8
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from errno import EACCES, EMFILE, ENFILE, ENOENT, ENOMEM, EPERM, ESTALE, ETIMEDOUT
 from functools import cache
 from hashlib import file_digest
@@ -15,7 +15,7 @@ from secrets import token_hex
 from stat import S_IRUSR, S_ISREG, S_IWUSR
 from typing import Any, TypeVar, cast
 
-from filelock import AcquireReturnProxy, FileLock, Timeout
+from filelock import FileLock, Timeout
 
 from rectified_flow.errors import BusyError, DamageError, NewerError, RunError, UsageError
 from rectified_flow.system.terminal import warn_once
@@ -60,7 +60,7 @@ def locked(
         yield
 
 
-def _acquired(lock: FileLock, busy: str, timeout: float) -> AcquireReturnProxy:
+def _acquired(lock: FileLock, busy: str, timeout: float) -> AbstractContextManager[object]:
     """Acquire a lock, and print a line if that takes longer than a moment; a Timeout after ``timeout`` seconds."""
     if 0 <= timeout <= SILENT_WAIT:
         return lock.acquire(timeout=timeout)
