@@ -53,6 +53,8 @@ class Rule:
     """A resumed run with another value trains differently, which is reported."""
     choice: str = ""
     """The choice that this flag and others make together: a plan sets none of them if one is given."""
+    stands_for: str = ""
+    """Argument of messages that the flag sets in its program, if it has another name there."""
     fixes_size: bool = False
     """A plan does not choose the size of the pictures if the flag is given."""
 
@@ -130,6 +132,12 @@ def plain(config: Any, *, paths: bool = True) -> dict[str, Any]:
     """Return all flags by name, also those of nested configs, as JSON and trackers can hold them."""
     values = values_of(config).items()
     return {name: as_plain(value, name) for name, value in values if paths or not isinstance(value, Path)}
+
+
+def flag_of(config_class: Any, argument: str) -> str | None:
+    """Return the name of the flag for an argument that a message names; None if the program has none."""
+    rules = rules_of(config_class)
+    return next((name for name, rule in rules.items() if argument in (name, rule.stands_for)), None)
 
 
 def recorded(config: Any) -> dict[str, Any]:

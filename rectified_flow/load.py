@@ -23,9 +23,10 @@ from rectified_flow.runs.folder import read_config
 from rectified_flow.runs.training_config import CHECKPOINTS
 from rectified_flow.spaces.degradations import Degradation
 from rectified_flow.system.artifact import read_manifest
-from rectified_flow.system.files import read_document
+from rectified_flow.system.files import check_document, read_document
 
 RESULTS_FILE = "evaluation.json"  # the results of evaluate.py, in a run's folder
+RESULT_TEXTS = ("checkpoint", "weights", "model")  # settings of a result that are texts
 F = TypeVar("F", bound=Flow, default=Flow)
 
 
@@ -49,9 +50,12 @@ def load_flow(path: str | Path, kind: type[F] = Flow) -> F:  # type: ignore[assi
 def build_flow(description: Mapping[str, Any], source: Path | str) -> Flow:
     """Build the flow of a description with fresh weights."""
     try:
-        return build(description)
+        flow = build(description)
     except UsageError as error:
         raise UsageError(f"{source}: {error}") from error
+    if not isinstance(flow, Flow):
+        raise UsageError(f"{source} describes a {type(flow).__name__}, not a flow: pass the folder of a trained flow")
+    return flow
 
 
 @dataclass(frozen=True)
@@ -132,4 +136,8 @@ def autocast(precision: str, device: torch.device) -> torch.autocast:
 def read_results(folder: Path) -> list[dict[str, Any]]:
     """Return the results of evaluate.py in ``folder``, or an empty list if there are none."""
     path = folder / RESULTS_FILE
-    return read_document(path, list[dict[str, Any]]) if path.exists() else []
+    results = read_document(path, list[dict[str, Any]]) if path.exists() else []
+    for result in results:
+        check_document(result.get("distances"), dict[str, float], path)
+        check_document({name: result[name] for name in RESULT_TEXTS if name in result}, dict[str, str], path)
+    return results

@@ -13,14 +13,15 @@ import torch
 from huggingface_hub import HfApi, ModelCard
 from torch import Tensor, nn
 
-from rectified_flow.errors import UsageError
+from rectified_flow.errors import DamageError, UsageError
 from rectified_flow.flows.flow import Flow, network_of
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.hub import card_of_run, load_pretrained, model_card, push_to_hub, save_pretrained
-from rectified_flow.load import load_flow, read_trained
+from rectified_flow.load import build_flow, load_flow, read_results, read_trained
 from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.checkpoint import CONFIG_FILE, FLOW_FILE
+from rectified_flow.spaces.pixels import Pixels
 from tests.tiny_flows import FLOWS, same, unet, write
 
 
@@ -182,3 +183,24 @@ def test_a_model_is_uploaded_with_its_card(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(HfApi, "upload_folder", upload_folder)
     assert push_to_hub(flow, "flowers", private=True) == "https://huggingface.co/me/flowers/commit/1"
     assert 'flow = load_pretrained("me/flowers")' in uploaded["me/flowers"]
+
+
+@pytest.mark.parametrize("part", [{"dim": 10**9}, {"dim_mults": [10**9]}, {"dim_mults": [1] * 1000}, {"dim": 0}])
+def test_a_description_that_asks_for_too_much_is_refused_at_once(part: dict[str, Any]) -> None:
+    description = describe(FLOWS["rectified"]())
+    with pytest.raises(UsageError, match=f"flow: Unet cannot be built from its description: {next(iter(part))}: "):
+        build_flow({**description, "network": {**description["network"], **part}}, "flow")
+
+
+def test_a_description_of_a_part_is_no_flow() -> None:
+    with pytest.raises(UsageError, match="flow describes a Pixels, not a flow"):
+        build_flow(describe(Pixels((3, 8, 8))), "flow")
+
+
+@pytest.mark.parametrize(
+    "content", ["{}", "[5]", "[{}]", '[{"distances": {"fid": "x"}}]', '[{"distances": {}, "checkpoint": null}]']
+)
+def test_results_that_were_altered_are_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "evaluation.json").write_text(content)
+    with pytest.raises(DamageError, match=r"evaluation\.json is damaged"):
+        read_results(tmp_path)

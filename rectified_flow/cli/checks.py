@@ -11,6 +11,7 @@ from rectified_flow.cli.training_flags import DataConfig, NetworkConfig, TrainCo
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import refuse, rules_of
 from rectified_flow.flows.flow_map import FlowMap, takes_interval
+from rectified_flow.runs.training_config import TrainingConfig
 from rectified_flow.spaces.space import Space
 from rectified_flow.system.terminal import size_text
 
@@ -22,7 +23,7 @@ def check_flags(values: TrainConfig, given: Collection[str]) -> None:
     needed = "has no effect with --teacher" if has_teacher else "needs --teacher: pass the run of a rectified flow"
     refuse({f"method {method}": (method in ("distill", "reflow")) != has_teacher}, needed)
     source = values.source.source_path
-    written = {"output_dir": run.output_dir, "checkpoint_dir": run.checkpoint_dir, "cache_dir": values.data.cache_dir}
+    written = {"output_dir": run.output_dir, "checkpoint_dir": run.checkpoints, "cache_dir": values.data.cache_dir}
     check_outside("dataset_path", values.data.dataset_path, **written, source_path=source)
     check_outside("source_path", source, **written)
     network, flow = choose_network(values.network), choose_flow(values.flow, method, is_taught=has_teacher)
@@ -34,6 +35,15 @@ def check_flags(values: TrainConfig, given: Collection[str]) -> None:
         needed = "has no input r, the end of an interval, which a one-step generator needs: train only a rectified flow"
         raise UsageError(f"--network {network.target.__name__} {needed}")
     check_source(values.source)
+
+
+def warm_up_note(run: TrainingConfig) -> str | None:
+    """Return a sentence if the learning rate of a run never reaches its peak, else None."""
+    warm_up, steps = run.lr_warmup_steps, run.train_num_steps
+    if steps is None or warm_up <= steps:
+        return None
+    share = f"only {steps / warm_up:.0%} of --learning_rate in {steps:,} steps"
+    return f"--lr_warmup_steps {warm_up:,} reaches {share}: pass fewer"
 
 
 def check_items(given: Collection[str], dataset: str) -> None:

@@ -93,10 +93,22 @@ def flags_of_files(data: DataConfig, *, may_choose: bool = True) -> dict[str, An
         _, found = find_data(sized, SourceConfig(), ColumnConfig())
         if not isinstance(found, ImageSource):
             raise UsageError("--image_size 0 is for pictures: pass the size of the items")
-        width, height = found.size_of(0)
+        width, height = _first_size(found, skips_broken=data.skip_broken_images)
         common = gcd(width, height)
         flags |= {"image_size": min(width, height), "aspect_ratio": f"{width // common}:{height // common}"}
     return flags
+
+
+def _first_size(source: ImageSource, *, skips_broken: bool) -> tuple[int, int]:
+    """Return the width and the height of the first picture [px], or of the first that is not broken."""
+    for number in range(len(source)):
+        try:
+            return source.size_of(number)
+        except Exception as error:  # decoders raise exceptions of many types
+            if not skips_broken:
+                broken = f"--image_size 0 reads the first picture, and {source.place_of(number)} is broken"
+                raise UsageError(f"{broken} ({first_line(error)}): remove it, or pass --skip_broken_images") from error
+    raise UsageError(f"--image_size 0 reads the first picture, and all of {source.name} are broken: pass a size")
 
 
 def check_source(flags: SourceConfig) -> None:
@@ -111,7 +123,7 @@ def check_conditions(flow: Flow, source: object, pictures: RealData) -> None:
     labels = flow.conditions.get("labels")
     if isinstance(labels, Labels) and [*labels.examples] != pictures.class_names:
         differ = f"{source} was trained on different classes than {pictures.info.source}"
-        raise UsageError(f"{differ}: pass the training pictures of the checkpoint with --dataset_path")
+        raise UsageError(f"{differ}: pass the training pictures of the checkpoint with `dataset_path`")
     for name, column in getattr(pictures, "columns", {}).items():
         known = flow.conditions.get(name)
         if known is None or identity_of(known) != identity_of(column.kind):

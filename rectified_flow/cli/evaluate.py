@@ -26,9 +26,10 @@ from rectified_flow.spaces.pictures import GREY, RGBA
 from rectified_flow.system.artifact import claim
 from rectified_flow.system.files import locked, prepare_folder, replace_file, writing
 from rectified_flow.system.pictures import to_grid, write_picture
-from rectified_flow.system.terminal import lines, size_text
+from rectified_flow.system.terminal import lines, shown, size_text
 
 NEIGHBOURS_FILE = "neighbours.png"
+FEW_SAMPLES = 2048  # the number of features of Inception: the covariance of fewer samples is singular
 
 
 def evaluate(config: EvaluateConfig) -> None:
@@ -76,15 +77,20 @@ def evaluate(config: EvaluateConfig) -> None:
 
 
 def _check_data(trained: Trained, dataset: RealData, state: PartialState) -> None:
-    """Check that all processes read one dataset that fits the flow, and warn if the run was trained on another."""
+    """Check that all processes read one dataset that fits the flow, and that of the run."""
     check_equal(state, lambda: {"the number of pictures": len(dataset), "their fingerprint": dataset.fingerprint})
     check_conditions(trained.flow, trained.source, dataset)
     if (problem := trained.flow.space.medium.misfit(dataset.space.medium)) is not None:
         raise UsageError(f"--dataset_path {dataset.info.source} {problem}")
+    warn_of_other_data(trained, dataset, state)
+
+
+def warn_of_other_data(trained: Trained, dataset: RealData, state: PartialState) -> None:
+    """Warn if a run was not trained on a dataset."""
     # The fingerprint in a run with a teacher is that of the teacher's data, not of the pictures.
     known = None if trained.run is None or trained.is_taught else trained.run.dataset
     if known not in (None, dataset.fingerprint):
-        state.print(f"warning: {dataset.info.source} is not, or no longer, what {trained.source} was trained on")
+        state.print(shown(f"warning: {dataset.info.source} is not, or no longer, what {trained.source} was trained on"))
 
 
 def _settings(config: EvaluateConfig, trained: Trained, state: PartialState) -> dict[str, Any]:
@@ -128,7 +134,7 @@ def _data_of_shape(trained: Trained, dataset_path: Path | None) -> PictureData:
     """Return the data of a run that another program trained, framed by their shape."""
     shape = trained.flow.space.medium.picture_shape
     if not shape or dataset_path is None:
-        raise UsageError(f"{trained.source} records no pictures: pass --dataset_path, or --import with its dataset")
+        raise UsageError(f"{trained.source} records no pictures: pass `dataset_path`, or `import` with its dataset")
     channels, height, width = shape
     ratio = f"{width}:{height}"
     has_alpha, is_grey = channels == RGBA, channels == GREY
@@ -144,7 +150,9 @@ def _summary(result: dict[str, Any]) -> str:
     network = ["  by {feature_network}, resized {resize}".format(**result)] if "feature_network" in result else []
     wide = max(38, *map(len, result["distances"]))
     numbers = [f"  {name:<{wide}} {value:.5g}" for name, value in result["distances"].items()]
-    return "\n".join([did.format(**result, where=where), *network, *numbers])
+    few = result["num_samples"] < FEW_SAMPLES and any("frechet" in name for name in result["distances"])
+    text = f"  of fewer than {FEW_SAMPLES:,} samples, a Fréchet distance is too large: compare equal numbers only"
+    return "\n".join([did.format(**result, where=where), *network, *numbers, *([text] if few else [])])
 
 
 def _write_down(folder: Path, result: dict[str, Any]) -> None:

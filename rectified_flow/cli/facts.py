@@ -17,6 +17,7 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 
 from rectified_flow.cli import plan
+from rectified_flow.cli.budget import seconds_of, time_text
 from rectified_flow.cli.data import build_space, can_augment
 from rectified_flow.cli.distill import DistillationData, Recipe, recipe_of
 from rectified_flow.cli.record import recorded_flags
@@ -28,7 +29,6 @@ from rectified_flow.cli.training_flags import (
     Method,
     NetworkConfig,
     TrainProgramConfig,
-    seconds_of,
 )
 from rectified_flow.data.framing import Crop
 from rectified_flow.data.sources import ImageSource, Row
@@ -77,7 +77,7 @@ def budget_of(program: TrainProgramConfig, *, is_own: bool, has_length: bool) ->
     if has_length or not may_choose(program, is_own=is_own):
         return None
     budget = program.budget or DEFAULT_BUDGET
-    return f"{float(budget[:-1]) / 2:g}{budget[-1]}" if program.one_step else budget
+    return time_text(seconds_of(budget) / 2) if program.one_step else budget
 
 
 def seconds_since(began: float) -> float:

@@ -109,7 +109,7 @@ class PicturesConfig(Flags):
     strength: Annotated[Strength | None, flag(needs="from_images"), default_is("0.6")] = None
     """Noise level in (0, 1] of --from_images."""
     output_dir: Annotated[Path | None, default_is("the run's folder/generated")] = None
-    """Folder for the images."""
+    """Folder for the images. Those of earlier calls are kept, and the numbers of the files go on."""
     metadata: bool = True
     """Write seed, settings, the model's hash and the IPTC mark of generated pictures into the pictures."""
     like: Annotated[
@@ -121,7 +121,9 @@ class PicturesConfig(Flags):
     ] = None
     """Generate the picture in this file again, by the settings that are written in it."""
     nearest: Annotated[
-        tuple[Path] | tuple[()] | None, tyro.conf.arg(metavar="[FOLDER]", help_behavior_hint="(default: no)")
+        tuple[Path] | tuple[()] | None,
+        flag(stands_for="dataset_path"),
+        tyro.conf.arg(metavar="[FOLDER]", help_behavior_hint="(default: no)"),
     ] = None
     """Also write a sheet of the training pictures nearest to each sample; FOLDER has them if they have moved."""
     save_pretrained: Annotated[Path | None, flag(excludes="autoguidance")] = None

@@ -11,8 +11,9 @@ from functools import cache
 from math import ceil, inf, log2
 from typing import Any, Literal, NamedTuple
 
+from rectified_flow.cli.budget import seconds_of
 from rectified_flow.cli.settings import command_line
-from rectified_flow.cli.training_flags import Method, seconds_of
+from rectified_flow.cli.training_flags import Method
 from rectified_flow.errors import UsageError
 from rectified_flow.networks.network import Network
 from rectified_flow.networks.unet import Unet
@@ -55,6 +56,7 @@ BF16_GAIN = 1.1  # speed of bf16 on a CPU above which bf16 is chosen; measured g
 SHORTER = "pass a smaller --image_size, or a longer --budget"
 FEWEST_STEPS = 10  # no setting makes fewer steps useful
 EMA_SHARE = 0.05  # time constant of the average of the weights, as a share of the steps (budget.md, first table)
+MAX_EMA_DECAY = 0.99999  # 1 would keep the initial weights
 TRAINED_SHARE = 0.9  # of the time, which previews and checkpoints share: 11.8 to 12.3 of 12 minutes (budget.md)
 LEAST_SHARE = 1 / 4  # of the time, for training, even if starting and reading took longer than the rest
 SAMPLES_SHARE = {"distill": 1 / 4, "reflow": 1 / 3}  # of the time, at most, for the data of a teacher (budget.md)
@@ -177,7 +179,7 @@ def plan(facts: Facts, measure: Measure) -> Plan:
         raise UsageError(f"--budget {facts.time} is too short: {text}")
     settings = settings_of(facts, trial) | intervals(facts, step, speed.rate, steps)
     settings |= {"train_num_steps": steps, "num_epochs": None, "lr_warmup_steps": max(10, steps // 50)}
-    settings |= {"ema_decay": round(1 - 1 / max(10.0, EMA_SHARE * steps), 5)}
+    settings |= {"ema_decay": min(round(1 - 1 / max(10.0, EMA_SHARE * steps), 5), MAX_EMA_DECAY)}
     settings |= {"teacher_samples": samples} if facts.calls else {}
     parts = _parts(facts, trial, speed)
     settings |= {"batch_size": trial.batch // (facts.processes * parts)} if parts > 1 else {}

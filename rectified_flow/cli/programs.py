@@ -22,6 +22,8 @@ from rectified_flow.errors import RunError, UsageError, first_line
 from rectified_flow.system.signals import STOPPED, handling_signals, stop_on_signals
 from rectified_flow.system.terminal import prepare_streams, shown, spelling_arguments
 
+CLI, COMMAND = "rectified_flow.cli", "rectified-flow"
+TRAIN = f"{CLI}.training_flags:TrainConfig"
 LEAVING_TIMEOUT, EXPLAINING_TIMEOUT = 10.0, 5.0
 """Seconds that an exiting process waits for the other processes, and for the error message of rank 0."""
 DISTRIBUTIONS = {"PIL": "pillow", "ot": "pot", "sklearn": "scikit-learn"}
@@ -45,10 +47,13 @@ def run(main: str, config_class: str, description: str | None, *, in_layers: boo
 
 
 def _flag_of(config_class: str, argument: str) -> str:
-    """Return the flag of an argument that a message names, such as ``--image_size``, if the program has it."""
-    from rectified_flow.flags import flag_types
+    """Return the flag of an argument that a message names: of this program, or else of that which trains."""
+    from rectified_flow.flags import flag_of
 
-    return f"--{argument}" if argument in flag_types(resolve_name(config_class)) else f"`{argument}`"
+    if (own := flag_of(resolve_name(config_class), argument)) is not None:
+        return f"--{own}"
+    other = flag_of(resolve_name(TRAIN), argument) if config_class.startswith(CLI) else None
+    return f"--{other} of {COMMAND} train" if other else f"`{argument}`"
 
 
 def _outcome(main: str, config_class: str, description: str, *, in_layers: bool) -> int:
@@ -171,9 +176,6 @@ def _exit(code: int) -> None:
     os._exit(code)
 
 
-CLI = "rectified_flow.cli"
-
-
 def train_oxford() -> None:
     """Train a rectified flow on your own pictures, or on Oxford Flowers.
 
@@ -181,7 +183,7 @@ def train_oxford() -> None:
     it with torchrun or accelerate launch to train on several devices. The same command resumes from the newest
     checkpoint.
     """
-    run(f"{CLI}.train:train", f"{CLI}.training_flags:TrainConfig", train_oxford.__doc__, in_layers=True)
+    run(f"{CLI}.train:train", TRAIN, train_oxford.__doc__, in_layers=True)
 
 
 def train_mean_flow() -> None:
@@ -242,7 +244,6 @@ def serve_tensorboard(config: Any) -> None:
     board.main()
 
 
-COMMAND = "rectified-flow"
 PROGRAMS: dict[str, Callable[[], None]] = {
     "train": train_oxford,
     "one-step": train_mean_flow,

@@ -20,6 +20,7 @@ from rectified_flow.runs import checkpoint
 from rectified_flow.runs.folder import prepare_folders, read_config
 from rectified_flow.runs.training_config import TrainingConfig
 from rectified_flow.spaces.space import Space
+from rectified_flow.system.artifact import Artifact, owned_files
 from rectified_flow.system.terminal import line
 
 C = TypeVar("C", bound=TrainConfig)
@@ -128,6 +129,9 @@ def check_one_step(run: TrainingConfig, method: Method, distilled: DistillationD
         check_method(method, begun, run.output_dir)
     if distilled is not None:
         _stored_source(distilled)
+        store = Artifact(distilled.folder, distilled.kind, ())
+        for place in (store.path, store.stage):  # a file of the user's would be refused after half of the time
+            owned_files(place, distilled.kind)
 
 
 def _stored_source(distilled: DistillationData) -> Path | None:

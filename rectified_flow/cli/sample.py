@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from os.path import lexists
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from torchvision.transforms.functional import pil_to_tensor
 from tqdm.auto import tqdm
 
 from rectified_flow.cli.build import open_trained
-from rectified_flow.cli.evaluate import real_data
+from rectified_flow.cli.evaluate import real_data, warn_of_other_data
 from rectified_flow.cli.model_flags import PicturesConfig, SampleConfig
+from rectified_flow.cli.sample_names import SHEETS, Names
 from rectified_flow.cli.sample_request import GRID_PICTURES, SampleRequest, read_request
 from rectified_flow.condition import read_written
 from rectified_flow.distributed import check_shared, on_main
@@ -27,8 +29,8 @@ from rectified_flow.flows.solvers import NO_GUIDANCE
 from rectified_flow.hub import card_of_run, claim_model, save_pretrained
 from rectified_flow.load import Trained, autocast, model_hash, solver_name
 from rectified_flow.runs.checkpoint import early_of
-from rectified_flow.spaces.medium import PREVIEW, Medium
-from rectified_flow.system.artifact import claim, write_output
+from rectified_flow.spaces.medium import Medium
+from rectified_flow.system.artifact import claim, claimed_names, write_output
 from rectified_flow.system.files import locked, prepare_folder, replace_file, writing
 from rectified_flow.system.pictures import (
     Provenance,
@@ -41,7 +43,8 @@ from rectified_flow.system.pictures import (
 )
 from rectified_flow.system.terminal import lines, progress_bar
 
-GRID_FILE, NEAREST_FILE = "grid.png", "nearest.png"
+MODEL_GRID = "grid.png"  # beside the card of --save_pretrained
+MAX_LIKE_STEPS = 10_000  # a file of somebody else must not start a run of days
 NEAREST = 4  # training pictures beside each sample on the sheet of --nearest
 
 
@@ -54,6 +57,10 @@ class Outputs:
     medium: Medium
     settings: Provenance | None
     """Settings that all pictures have in common; None without metadata."""
+    names: Sequence[str]
+    """Names of the files of the samples, without their ends."""
+    grid: Path
+    nearest: Path
 
     @cached_property
     def pictures(self) -> list[Path]:
@@ -66,7 +73,7 @@ class Outputs:
         return [file for end in self.medium.ends[:-1] for file in self._files(end)]
 
     def _files(self, end: str) -> list[Path]:
-        return [self.folder / f"{name}{end}" for name in self.request.names]
+        return [self.folder / f"{name}{end}" for name in self.names]
 
     def metadata(self, number: int | None = None) -> dict[str, Any]:
         """Return the options with which Pillow writes the settings of a sample, or of several without a number."""
@@ -95,10 +102,13 @@ def sample(config: SampleConfig) -> None:
     data = None
     if flags.nearest is not None:  # a folder is where the training pictures are now
         data = real_data(trained, dataset_path=next(iter(flags.nearest), None))[0]
+        warn_of_other_data(trained, data, state)
     folder = flags.output_dir or trained.run_folder / ("generated" if like is None else "like")
-    outputs = Outputs(folder, request, trained.flow.space.medium, settings if flags.metadata else None)
     with ExitStack() as held:
-        on_main(state, lambda: _claim(outputs, flags, held))
+        names, sheets = on_main(state, lambda: _claim(folder, request.names, trained.flow.space.medium, flags, held))
+        grid, nearest = (folder / sheet for sheet in sheets)
+        kept = settings if flags.metadata else None
+        outputs = Outputs(folder, request, trained.flow.space.medium, kept, names, grid, nearest)
         check_shared(state, folder)
         state.print(summary(settings, flags, trained, request))
         with autocast(config.model.mixed_precision, state.device):
@@ -110,13 +120,16 @@ def sample(config: SampleConfig) -> None:
             _write_nearest(data, outputs, state)
     if model is not None and state.is_main_process:
         with writing(f"the model in --save_pretrained {model}"):
-            write_output(model / GRID_FILE, (folder / GRID_FILE).read_bytes())
-            save_pretrained(trained.flow, model, grid=GRID_FILE, **card)
+            write_output(model / MODEL_GRID, grid.read_bytes())
+            save_pretrained(trained.flow, model, grid=MODEL_GRID, **card)
         tqdm.write(lines({"model": model}))
 
 
 def _repeat(like: Provenance, trained: Trained, options: dict[str, Any]) -> SampleRequest:
     """Return the request for a picture that was generated earlier."""
+    if like.steps > MAX_LIKE_STEPS:
+        found = f"--like names {like.steps:,} steps, more than {MAX_LIKE_STEPS:,}"
+        raise UsageError(f"{found}: pass its settings by --steps, --seed and other flags instead")
     if like.model != model_hash(trained.flow):
         raise UsageError(f"--like needs a picture of {trained.source}, and another model generated this one")
     if like.number is None or like.from_picture:
@@ -124,7 +137,7 @@ def _repeat(like: Provenance, trained: Trained, options: dict[str, Any]) -> Samp
     texts = {name: [text] for name, text in like.conditions.items()}
     conditions = read_written(trained.flow.conditions, texts)
     options = options | {"steps": like.steps, "draws": [like.number], "conditions": conditions}
-    return SampleRequest([f"{like.number:05d}-seed-{like.seed}"], options, texts)
+    return SampleRequest(Names([f"{like.number:05d}-seed-{like.seed}"], variants=1), options, texts)
 
 
 def _settings_of(config: SampleConfig, trained: Trained, request: SampleRequest) -> Provenance:
@@ -146,22 +159,29 @@ def _settings_of(config: SampleConfig, trained: Trained, request: SampleRequest)
     )
 
 
-def _claim(outputs: Outputs, flags: PicturesConfig, held: ExitStack) -> None:
-    """Create and lock the output folder, check that it has no other samples, and claim all names of files."""
-    folder, given, files = outputs.folder, flags.from_images, outputs.pictures + outputs.values
+def _claim(
+    folder: Path, names: Names, medium: Medium, flags: PicturesConfig, held: ExitStack
+) -> tuple[list[str], list[str]]:
+    """Create and lock the output folder, and claim the names of files that no earlier call has written there.
+
+    Returns:
+        The names of the samples, without ends, and the names of the files of both sheets.
+    """
+    given = flags.from_images
     if given is not None and (given if given.is_dir() else given.parent).resolve() == folder.resolve():
         raise UsageError(f"--output_dir {folder} has the pictures of --from_images: choose another folder")
     claim(prepare_folder("output_dir", folder), ())  # refuse a checkpoint before writing the lock file
     busy = f"another process is writing to --output_dir {folder}"
     held.enter_context(locked(folder, "samples", busy, 0))
-    for file in {*folder.glob("*.png")}.difference(files):
-        if file.stem.removesuffix(Path(PREVIEW).stem).isdecimal():
-            raise UsageError(f"--output_dir {folder} contains {file.name} of an earlier call: choose another folder")
-    also = [] if flags.nearest is None else [NEAREST_FILE]
-    claim(folder, [*(file.name for file in files), GRID_FILE, *also])
+    earlier = {name for name in claimed_names(folder) if lexists(folder / name)}
+    numbered = names.numbered(names.taken(earlier))
+    files = [f"{name}{end}" for name in numbered for end in medium.ends]
+    sheets = [f"{name}.png" for name in SHEETS.numbered(SHEETS.taken([*earlier, *files]))]
+    claim(folder, [*files, *(sheets if flags.nearest is not None else sheets[:1])])
     if flags.save_pretrained is not None:
         claim_model(prepare_folder("save_pretrained", flags.save_pretrained))
-        claim(flags.save_pretrained, [GRID_FILE])
+        claim(flags.save_pretrained, [MODEL_GRID])
+    return numbered, sheets
 
 
 def summary(settings: Provenance, flags: PicturesConfig, trained: Trained, request: SampleRequest) -> str:
@@ -193,7 +213,7 @@ def _write_samples(flow: Flow, outputs: Outputs, state: PartialState) -> str:
         for numbers, results in _results(flow, mine, request):
             for number, result in zip(numbers, results.cpu(), strict=True):
                 for end, content in medium.files(result, **outputs.metadata(number)).items():
-                    _write(outputs.folder / f"{request.names[number]}{end}", content)
+                    _write(outputs.folder / f"{outputs.names[number]}{end}", content)
             bar.update(len(numbers))
     also = request.options.get("guidance", NO_GUIDANCE).autoguidance != 1
     calls = f"{sum(rows) / max(1, len(mine)):g} of the network for each picture"
@@ -220,7 +240,7 @@ def _results(flow: Flow, numbers: Sequence[int], request: SampleRequest) -> Iter
 def _write_grid(outputs: Outputs, flags: PicturesConfig) -> dict[str, object]:
     """Write the grid of all samples, and return lines on all files."""
     # Other processes wrote most of the samples, so the grid reads them back.
-    grid = write_picture(outputs.folder / GRID_FILE, _grid_of(outputs, flags.variants), **outputs.metadata())
+    grid = write_picture(outputs.grid, _grid_of(outputs, flags.variants), **outputs.metadata())
     files = {"values": outputs.values, "pictures": outputs.pictures}
     return {"grid": grid} | {name: f"{paths[0]} to {paths[-1].name}" for name, paths in files.items() if paths}
 
@@ -264,6 +284,6 @@ def _write_nearest(data: RealData, outputs: Outputs, state: PartialState) -> Non
         texts += [file.name, *(f"{value:.1f}: {names[row]}" for row, value in zip(rows, values, strict=True))]
     near = data.read_pictures(found.indices.flatten().tolist()).unflatten(0, found.indices.shape)
     sheet = to_grid(torch.cat((shown[:, None], near), dim=1).flatten(0, 1), 1 + near.shape[1], texts=texts)
-    path = write_picture(outputs.folder / NEAREST_FILE, sheet, **outputs.metadata())
+    path = write_picture(outputs.nearest, sheet, **outputs.metadata())
     closest = found.values[:, 0].min()
     tqdm.write(lines({"nearest": f"{path}, the smallest distance is {closest:.1f} of 256 grey levels"}))

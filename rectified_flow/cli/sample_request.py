@@ -14,6 +14,7 @@ from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
 
 from rectified_flow.cli.model_flags import PicturesConfig
+from rectified_flow.cli.sample_names import Names, is_sheet
 from rectified_flow.condition import Labels, WrittenCondition, example_texts, read_written, written
 from rectified_flow.data.degraded import degraded
 from rectified_flow.data.sources.folder import find_files
@@ -26,7 +27,7 @@ from rectified_flow.randomness import Samples, deterministic
 from rectified_flow.spaces.degradations import Degradation
 from rectified_flow.spaces.medium import PREVIEW, Medium
 from rectified_flow.spaces.space import Space
-from rectified_flow.system.files import read_lines
+from rectified_flow.system.files import LONGEST, read_lines
 from rectified_flow.system.pictures import fit, open_picture, upright_size
 from rectified_flow.system.terminal import size_text
 
@@ -44,7 +45,7 @@ class SampleRequest:
     """The pictures to write.
 
     Args:
-        names: names of their files without an end; the pictures of ``--from_images`` take turns.
+        names: names of their files; the pictures of ``--from_images`` take turns.
         options: arguments of :func:`sample_batches`.
         texts: the conditions as written; picture ``i`` has value ``i % n`` of each.
         columns: number of columns of ``--grid``.
@@ -53,7 +54,7 @@ class SampleRequest:
         kept: pictures uint8 ``[n, c, h, w]`` and a mask bool ``[1, 1, h, w]`` outside of which results equal them.
     """
 
-    names: list[str]
+    names: Names
     options: dict[str, Any]
     texts: Written = field(default_factory=dict)
     columns: int | None = None
@@ -80,7 +81,7 @@ def read_request(flags: PicturesConfig, trained: Trained, options: dict[str, Any
         prompts = next(iter(texts.values()))  # they are written first
         slugs = ["-" + re.sub(r"\W+", "-", text).strip("-")[:60] for text in prompts]
         names = [slugs[number % len(slugs)] for number in range(flags.num_samples or len(slugs))]
-    return SampleRequest(_numbered(names), options, texts, len(axes[1][1]) if axes else None)
+    return SampleRequest(Names(names), options, texts, len(axes[1][1]) if axes else None)
 
 
 def _from_pictures(path: Path, flags: PicturesConfig, trained: Trained, options: dict[str, Any]) -> SampleRequest:
@@ -94,7 +95,7 @@ def _from_pictures(path: Path, flags: PicturesConfig, trained: Trained, options:
     seen = space.medium.stored(images.to(flow.device)).cpu()
     if not translates:
         start = {"start": seen, "strength": flags.strength or STRENGTH}
-        return SampleRequest(_numbered([""] * (flags.num_samples or NUM_SAMPLES)), options | start)
+        return SampleRequest(Names([""] * (flags.num_samples or NUM_SAMPLES)), options | start)
     if degradation is not None and (flags.degrade or degradation.is_projection):
         seen = _degraded(seen, degradation, space, flags.seed)
     elif mask is not None and flow.takes_source:
@@ -137,12 +138,6 @@ def _degraded(data: Tensor, degradation: Degradation, space: Space, seed: int) -
     return torch.cat(parts)
 
 
-def _numbered(names: Sequence[str]) -> list[str]:
-    """Return names with numbers before them, which have as many digits as the last one, and at least 5."""
-    digits = max(5, len(str(len(names) - 1)))
-    return [f"{number:0{digits}d}{name}" for number, name in enumerate(names)]
-
-
 def written_conditions(flags: PicturesConfig, flow: Flow, source: Path) -> dict[str, list[str]]:
     """Return the conditions that the flags give, as written and used in turn."""
     kinds, texts = written(flow.conditions), dict[str, list[str]]()
@@ -156,11 +151,23 @@ def written_conditions(flags: PicturesConfig, flow: Flow, source: Path) -> dict[
         _kind_of(caption, kinds, source, "--prompt")
         texts[caption] = [flags.prompt]
     if flags.classes is not None:
-        texts[label] = _kind_of(label, kinds, source, "--classes").split(flags.classes)
+        texts[label] = _values(label, flags.classes, kinds, source, f"--classes {flags.classes}")
     for option in (each for some in flags.set_ for each in some):
         name, _, text = option.partition("=")
-        texts[name] = [*texts.get(name, ()), *_kind_of(name, kinds, source, f"--set {option}").split(text)]
+        texts[name] = [*texts.get(name, ()), *_values(name, text, kinds, source, f"--set {option}")]
     return texts
+
+
+def _values(name: str, text: str, kinds: Mapping[str, WrittenCondition], source: Path, flag: str) -> list[str]:
+    """Return the values of a condition that a flag gives, each of which can be read."""
+    kind = _kind_of(name, kinds, source, flag)
+    try:
+        values = kind.split(text)
+        if not kind.is_text:  # any text is a caption, and encoding one takes long
+            read_written({name: kind}, {name: values})
+    except ValueError as error:
+        raise UsageError(f"{flag[:LONGEST]}: {first_line(error)}") from error
+    return values
 
 
 def _kind_of(name: str, kinds: Mapping[str, WrittenCondition], source: Path, flag: str) -> WrittenCondition:
@@ -178,8 +185,9 @@ def axis_of(text: str, flow: Flow, source: Path) -> tuple[str, list[str]]:
         if values and not (values.isdecimal() and 0 < int(values) <= MAX_CELLS):
             raise UsageError(f"--grid {text} must be seed=COUNT, with 1 to {MAX_CELLS}, such as seed=4")
         return name, [str(number) for number in range(int(values or SEEDS))]
-    kind = _kind_of(name, written(flow.conditions), source, f"--grid {text}")
-    given = kind.split(values) if values else list(kind.examples[:MAX_CELLS])
+    kinds, flag = written(flow.conditions), f"--grid {text}"
+    examples = list(_kind_of(name, kinds, source, flag).examples[:MAX_CELLS])
+    given = _values(name, values, kinds, source, flag) if values else examples
     refuse({f"grid {text}": not given}, f"needs values: pass {name}=VALUE,VALUE")
     return name, given
 
@@ -199,11 +207,12 @@ def cells_of(
 def find_inputs(path: Path, medium: Medium) -> list[Path]:
     """Return the files of ``--from_images``, which is one or a folder of them."""
     suffixes = medium.input_suffixes
-    ours = (PREVIEW, "grid.png") if medium.suffix else ()  # a folder of samples
     if path.is_file():
         return [path]
     found = find_files(path) if path.is_dir() else []
-    files = [file for file in found if file.suffix.lower() in suffixes and not file.name.endswith(ours)]
+    files = [file for file in found if file.suffix.lower() in suffixes]
+    if medium.suffix:  # a folder of samples has pictures of them, too
+        files = [file for file in files if not (file.name.endswith(PREVIEW) or is_sheet(file.name))]
     if not files:
         known = ", ".join(sorted(suffixes))
         raise UsageError(f"--from_images {path} is neither a file nor a folder of files that end with {known}")
@@ -240,11 +249,10 @@ def load_mask(path: Path, files: Sequence[Path], medium: Medium) -> Tensor:
     return mask[None, None]
 
 
-def names_of_results(path: Path, files: Sequence[Path], variants: int) -> list[str]:
-    """Return names of the results of ``files``, all of the first variant before those of the next."""
+def names_of_results(path: Path, files: Sequence[Path], variants: int) -> Names:
+    """Return names of the results of ``files``."""
     folder = path if path.is_dir() else path.parent
     stems = ["-".join(file.relative_to(folder).with_suffix("").parts) for file in files]
-    names = [f"{stem}{f'-{number + 1}' * (variants > 1)}" for number in range(variants) for stem in stems]
-    [(name, count)] = Counter([*names, "grid"]).most_common(1)
+    [(name, count)] = Counter(stems).most_common(1)
     refuse({"from_images": count > 1}, f"has two files for the result {name}: rename one")
-    return names
+    return Names(stems, variants)

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, suppress
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -14,9 +14,12 @@ from typing import Any, Generic, Literal, TypeVar, get_args
 
 import tyro
 
+from rectified_flow.cli.budget import with_joined_time
+from rectified_flow.cli.hints import hints
 from rectified_flow.errors import DamageError, UsageError, first_line
 from rectified_flow.flags import defaults_of, flag_types, is_default, refuse, rules_of, values_of, with_values
 from rectified_flow.system.files import check_document, read_document
+from rectified_flow.system.terminal import at_least_wide, shown
 
 C = TypeVar("C")
 C_co = TypeVar("C_co", covariant=True)
@@ -26,24 +29,10 @@ LAYERS: tuple[Layer, ...] = get_args(Layer)
 teacher; those that the recipe or the plan chose; those of the file of ``--config``; those of the command line."""
 Flags = Mapping[str, Any]
 """Values of flags by name."""
-OF_OTHERS = {
-    "weight_decay": "--optimizer weight_decay=0.01",
-    "adam_weight_decay": "--optimizer weight_decay=0.01",
-    "adam_betas": "--optimizer betas=[0.9,0.95]",
-    "use_ema": "--ema_decay 0.9999, which is the default, or --ema_decay 0 for none",
-    "train_batch_size": "--batch_size",
-    "max_train_steps": "--train_num_steps",
-    "num_train_epochs": "--num_epochs",
-    "train_data_dir": "--dataset_path",
-    "dataset_name": "--dataset",
-    "resolution": "--image_size",
-    "checkpointing_steps": "--save_every",
-    "checkpoints_total_limit": "--keep_checkpoints",
-    "dataloader_num_workers": "--num_workers",
-    "report_to": "--log_with",
-    "lr_scheduler": "--lr_decay",
-}
-"""Flags of other training programs that people type, and what they are here."""
+OPTIONS = (tyro.conf.OmitArgPrefixes, tyro.conf.HelptextFromCommentsOff)
+"""Options of the parser of command lines."""
+NARROWEST = 20
+"""Smallest width of a help text in columns."""
 
 
 class Settings(Generic[C_co]):
@@ -129,7 +118,7 @@ def read_settings(
 ) -> Settings[C]:
     """Return the settings that the command line gives. ``--help`` and errors exit, silently if ``quiet``."""
     began = time.monotonic()
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    arguments = with_joined_time(sys.argv[1:] if arguments is None else arguments)
     for word, value in pairwise(["", *arguments, "end"]):
         name = word if word.startswith("--") else "an argument"
         if value == "" or name.endswith("="):  # an empty path would mean the current folder
@@ -149,12 +138,12 @@ def _parsed(config_class: type[C], description: str, arguments: Sequence[str], *
     """Return the groups of flags of the command line alone."""
     explanation = io.StringIO()
     try:
-        with redirect_stderr(explanation):
+        with redirect_stderr(explanation), at_least_wide(NARROWEST):
             return tyro.cli(
                 config_class,
                 args=arguments,
                 description=description,
-                config=(tyro.conf.OmitArgPrefixes, tyro.conf.HelptextFromCommentsOff),
+                config=OPTIONS,
                 use_underscores=True,
                 console_outputs=not quiet,
             )
@@ -164,12 +153,20 @@ def _parsed(config_class: type[C], description: str, arguments: Sequence[str], *
             cause = cause.__context__
         if cause is not None:
             raise cause from None
-        if not quiet:
-            known = flag_types(config_class)
-            typed = (word.split("=")[0].lstrip("-").replace("-", "_") for word in arguments if word.startswith("--"))
-            hints = [f"--{name}: pass {OF_OTHERS[name]}\n" for name in typed if name in OF_OTHERS and name not in known]
-            sys.stderr.write(explanation.getvalue() + "".join(hints))
+        if end.code and not quiet:
+            texts = hints(_unknown(config_class, arguments), arguments, flag_types(config_class))
+            sys.stderr.write(explanation.getvalue() + "".join(f"{shown(text)}\n" for text in texts))
         raise
+
+
+def _unknown(config_class: type[Any], arguments: Sequence[str]) -> list[str]:
+    """Return the words of a command line that no flag has; none if it fails for another reason."""
+    with suppress(SystemExit), redirect_stderr(io.StringIO()), at_least_wide(NARROWEST):
+        _, unknown = tyro.cli(
+            config_class, args=arguments, return_unknown_args=True, config=OPTIONS, use_underscores=True
+        )
+        return unknown
+    return []
 
 
 def command_line(flags: Mapping[str, Any]) -> list[str]:
@@ -195,7 +192,7 @@ def check_rules(config: Any, given: Collection[str]) -> None:
             raise UsageError(f"--{name} needs --{' or --'.join(needs)}: pass both")
     set_together = changed.intersection(given)
     for name in sorted(set_together):
-        for other in rules[name].excludes.split():
+        for other in f"{rules[name].excludes} {rules[name].replaces}".split():
             if other in set_together:
                 raise UsageError(f"--{name} and --{other} exclude each other: pass one")
 
@@ -225,10 +222,13 @@ def typed_flags(config_class: type[C], flags: Flags, source: object) -> dict[str
 
 def _from_file(config_class: type[C], path: Path, given: Collection[str]) -> dict[str, Any]:
     """Return the flags in the file of ``--config`` that differ from the defaults."""
-    flags = flags_in(read_document(path, dict[str, Any]))
+    document = read_document(path, dict[str, Any])
+    if not isinstance(document.get("training", {}), Mapping):
+        raise DamageError(f"{path} is damaged: training must be an object with flags")
+    flags = flags_in(document)
     unknown = sorted(flags.keys() - flag_types(config_class).keys())
     refuse({f"config {path}": unknown}, f"sets flags that this program does not have: {', '.join(unknown)}")
-    modules = flags.pop("import", None)
+    modules = typed_flags(config_class, {"import": flags.pop("import", [])}, path)["import"]
     if modules and "import" not in given:
         raise UsageError(f"--config {path} belongs to a run with --import {' '.join(modules)}: pass it again")
     defaults = values_of(config_class())
@@ -243,6 +243,6 @@ def import_modules(modules: Sequence[str]) -> None:
     for name in modules:
         try:
             importlib.import_module(name)
-        except Exception as error:  # of any type, as the module is a user's
+        except (Exception, SystemExit) as error:  # of any type, as the module is a user's
             cause = f"{type(error).__name__}: {first_line(error)}"
             raise UsageError(f"--import {name} failed ({cause}): name a module that Python can import") from error

@@ -11,14 +11,15 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import set_seed
 
 from rectified_flow.cli import facts, plan
+from rectified_flow.cli.budget import seconds_of, time_text
 from rectified_flow.cli.build import build_flow, choose_network, divisor_of, join
-from rectified_flow.cli.checks import check_flags, check_items, check_sides, check_space
+from rectified_flow.cli.checks import check_flags, check_items, check_sides, check_space, warm_up_note
 from rectified_flow.cli.data import build_space, can_augment, find_data, flags_of_files
 from rectified_flow.cli.distill import DistillationData, open_distilled
 from rectified_flow.cli.framing import FramedFlags, framing_of
 from rectified_flow.cli.record import DATA_FLAGS, check_one_step, distillation_of, recorded_space, with_record
 from rectified_flow.cli.settings import Settings
-from rectified_flow.cli.training_flags import UNET, EvaluationConfig, OneStepConfig, TrainConfig, seconds_of
+from rectified_flow.cli.training_flags import UNET, EvaluationConfig, OneStepConfig, TrainConfig
 from rectified_flow.condition import ConditionSpecs
 from rectified_flow.data.description import PictureData, RunData, with_sources
 from rectified_flow.data.report import sentences
@@ -90,7 +91,7 @@ def one_step_of(run: TrainingConfig, given: Mapping[str, Any], budget: str, *, s
         flags["checkpoint_dir"] = run.checkpoint_dir / "one-step"
     if not (run.output_dir / "one-step" / CLOCK_FILE).exists():
         seconds = seconds_of(budget)
-        flags["budget"] = f"{min(max(seconds - spent, seconds / 10), seconds / 2):.1f}s"
+        flags["budget"] = time_text(min(max(seconds - spent, seconds / 10), seconds / 2))
     return Settings(OneStepConfig, {"given": flags})
 
 
@@ -197,6 +198,8 @@ def train_settled(
         mirrored = values.data.horizontal_flip and distilled is None
         words = sentences(opened, flow.conditions, mirrored=mirrored, augment=values.data.augment)
     state.print(paragraph("pictures" if data.has_pictures else "items", words))
+    if note := warm_up_note(values.run):
+        state.print(line("warm-up", note))
     if scale := space.medium.summary:
         state.print(line("values", scale))
     pictures = opened if split is None else split.divide(opened)[0]
@@ -366,6 +369,7 @@ def print_dry_run(run: TrainingConfig, flow: Flow, data: str, items: int) -> Non
 def _opened(data: RunData, found: Any) -> Any:
     """Return the data, decoded, on all processes. Collective."""
     opened: Any = data.open(found)
+    refuse({f"dataset {data.name}": len(opened) == 0}, "has no items: pass a dataset with some")
     if data.has_pictures:  # different numbers of pictures would desynchronise the processes
         facts = {"the number of pictures": len(opened), "their fingerprint": opened.fingerprint}
         check_equal(PartialState(), lambda: facts)

@@ -1,6 +1,5 @@
 """The flags of the training programs. Imports no torch, so that ``--help`` starts fast."""
 
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -8,10 +7,10 @@ from typing import Annotated, Literal
 import tyro
 from annotated_types import Interval, Len
 
+from rectified_flow.cli.budget import seconds_of
 from rectified_flow.cli.program_flags import ProgramConfig
 from rectified_flow.data import OXFORD_FLOWERS
 from rectified_flow.data.framing import Bits, Crop, Framing, Resize, parse_ratio
-from rectified_flow.errors import UsageError
 from rectified_flow.evaluation import FeatureNetwork
 from rectified_flow.flags import (
     AtLeastTwo,
@@ -31,7 +30,6 @@ from rectified_flow.parts import name_of
 from rectified_flow.runs.training_config import TrainingConfig
 from rectified_flow.system.files import read_lines
 
-SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}  # units of --budget
 UNET = "Unet"
 STARTER, NO_WEIGHTS = Path("starter"), Path("none")  # values of --init_from that are not folders
 STARTERS = Path(__file__).parents[1] / "networks" / "starters"
@@ -45,7 +43,7 @@ class DataConfig(Flags):
 
     dataset: Annotated[Part, flag(replaces="dataset_path")] = (OXFORD_FLOWERS,)
     """Hub id of a dataset with an image column, synthetic-flowers (no download), or a registered dataset."""
-    dataset_path: Annotated[Path | None, flag(local=True)] = None
+    dataset_path: Annotated[Path | None, flag(local=True, replaces="dataset")] = None
     """Folder of your own pictures or measurements (with a subfolder per class, or none), or a local datasets folder."""
     image_size: Annotated[int, Interval(ge=0, le=16384), flag(fixes_size=True)] = 64
     """Short side of the images [px]; pictures are resized by their short side and cropped to --aspect_ratio. 0 uses
@@ -243,15 +241,6 @@ class EvaluationConfig(Flags):
     """Stop when the loss on --holdout pictures rises; `best` has the lowest held-out loss."""
 
 
-def seconds_of(budget: str) -> float:
-    """Return the seconds of a time such as ``90s``, ``30m``, ``2h`` or ``1d``."""
-    number, unit = budget[:-1], SECONDS.get(budget[-1:])
-    seconds = float(number) * unit if unit and re.fullmatch(r"[0-9]{1,6}(\.[0-9]+)?", number) else 0.0
-    if seconds <= 0:
-        raise UsageError(f"--budget is {budget}; it must be a time such as 90s, 30m, 2h or 1d")
-    return seconds
-
-
 @dataclass(frozen=True)
 class TrainProgramConfig(ProgramConfig):
     """Flags of the training program itself."""
@@ -263,7 +252,7 @@ class TrainProgramConfig(ProgramConfig):
         flag(recorded=False, for_pictures=True, excludes="num_epochs train_num_steps config"),
         default_is("1h with --dataset_path or a teacher, if no flag gives the length"),
     ] = None
-    """Time to train, such as 90s, 30m, 2h or 1d; network, length and learning rate are chosen for it."""
+    """Time to train, such as 90s, 45min, 1h30m or 1d; network, length and learning rate are chosen for it."""
     one_step: Annotated[
         bool, flag(recorded=False, for_pictures=True, excludes="flow num_epochs train_num_steps config")
     ] = False

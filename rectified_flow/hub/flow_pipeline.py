@@ -49,7 +49,7 @@ class FlowPipeline(DiffusionPipeline):
 
     def __call__(
         self,
-        num_images: int = 1,
+        num_images: int | None = None,
         *,
         num_inference_steps: int | None = None,
         guidance_scale: float | None = None,
@@ -57,26 +57,26 @@ class FlowPipeline(DiffusionPipeline):
         seed: int = 0,
         output_type: Literal["pil", "np", "pt"] = "pil",
         return_dict: bool = True,
-        batch_size: int = 64,
+        batch_size: int | None = None,
         metadata: bool = True,
         **conditions: Written | Sequence[Written],
     ) -> ImagePipelineOutput | tuple[Any]:
         """Return the pictures ``0`` to ``num_images - 1`` of a seed, which are those of ``sample.py``.
 
         Args:
-            num_images: number of pictures.
+            num_images: number of pictures; by default ``batch_size``, as in the pipelines of diffusers, or else 1.
             num_inference_steps: intervals between noise and picture; by default those of ``sample.py``.
             guidance_scale: scale of classifier-free guidance; by default that of ``sample.py``.
             generator: draws the seed; by default ``seed`` is used.
             seed: seed of all pictures.
             output_type: ``pil``, or float32 in [0, 1] as ``np`` ``[n, h, w, c]`` or ``pt`` ``[n, c, h, w]``.
             return_dict: return the pictures as an output of diffusers, otherwise in a tuple.
-            batch_size: largest number of pictures in a batch.
+            batch_size: largest number of pictures in a batch; by default 64.
             metadata: have pictures of Pillow write seed, settings and the mark of generated pictures when saved.
             conditions: values by name; picture ``i`` has value ``i % n`` of each. Without any, captions are examples of
                 the training data, and other conditions are drawn. If some are given, the others are "none".
         """
-        flow = self.flow
+        flow, num_images = self.flow, num_images or batch_size or 1
         if flow.takes_source:
             raise UsageError("this model translates pictures: call pipe.flow.sample(source=pictures)")
         scale = flow.default_guidance if guidance_scale is None else guidance_scale
@@ -93,7 +93,7 @@ class FlowPipeline(DiffusionPipeline):
             seed = int(torch.randint(2**31, (), generator=generator, device=generator.device))
         options: dict[str, Any] = {"seed": seed, "steps": num_inference_steps or flow.default_steps}
         options |= {"guidance": Guidance(scale)} if scale != 1 else {}
-        how: dict[str, Any] = {"batch_size": batch_size, "conditions": read_written(flow.conditions, texts)}
+        how: dict[str, Any] = {"batch_size": batch_size or 64, "conditions": read_written(flow.conditions, texts)}
         drawn = sample_batches(flow, range(num_images), render=False, **how, **options)
         values = torch.cat([flow.space.medium.contents(data).cpu() for _, data in drawn]).float() / 255
         images: Any = VaeImageProcessor().postprocess(values, output_type, [False] * num_images)

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from typing_extensions import override
@@ -19,6 +20,7 @@ from typing_extensions import override
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.networks.pretrained import Pretrained
 from rectified_flow.registry import register
+from rectified_flow.system.files import read_bytes
 
 WEIGHTS = Path(__file__).with_name("small.safetensors")
 CHANNELS, BOUND = 8, 3.0  # number of channels of the latents of ``Small``, and the bound of their values
@@ -228,11 +230,15 @@ def _small(device: torch.device) -> SmallNetwork:
     with torch.device("meta"):
         network = SmallNetwork()
     if device.type != "meta":
-        network.load_state_dict({name: each.float() for name, each in load_file(WEIGHTS).items()}, assign=True)
+        try:
+            weights = {name: each.float() for name, each in load_file(WEIGHTS).items()}
+            network.load_state_dict(weights, assign=True)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            raise UsageError(f"{WEIGHTS} is damaged ({first_line(error)}): install this package again") from error
     return network.to(device).requires_grad_(False)
 
 
 @cache
 def _small_fingerprint() -> str:
     """Return a hash of the weights."""
-    return blake2b(WEIGHTS.read_bytes(), digest_size=16).hexdigest()
+    return blake2b(read_bytes(WEIGHTS), digest_size=16).hexdigest()

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 import torch
 import torch.nn.functional as F
-from annotated_types import Interval
+from annotated_types import Interval, Len
 from einops import rearrange
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -27,6 +27,8 @@ from rectified_flow.registry import register
 # With these limits, a damaged description cannot ask for more than the memory holds.
 Side = Annotated[int, Interval(gt=0, le=2**20)]
 Count = Annotated[int, Interval(gt=0, le=1000)]
+Width = Annotated[int, Interval(gt=0, le=4096)]
+Multiples = Annotated[Sequence[Annotated[int, Interval(gt=0, le=64)]], Len(1, 20)]
 BLOCK_NAME = re.compile(r"(down|up)\.([0-9]{1,6})\.(.+)")
 """Names of the weights of a block on the way down or up, with its number."""
 M = TypeVar("M", bound=nn.Module)
@@ -64,9 +66,9 @@ class Unet(Network):
 
     def __init__(
         self,
-        dim: int = 64,
-        dim_mults: Sequence[int] = (1, 2, 3, 4),
-        channels: int = 3,
+        dim: Width = 64,
+        dim_mults: Multiples = (1, 2, 3, 4),
+        channels: Side = 3,
         conditions: ConditionSpecs | None = None,
         *,
         image_size: Side = 64,

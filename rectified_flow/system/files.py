@@ -3,8 +3,9 @@
 import json
 import os
 import tempfile
+from codecs import BOM_UTF8
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from errno import EACCES, EMFILE, ENFILE, ENOENT, ENOMEM, EPERM, ESTALE, ETIMEDOUT
 from functools import cache
 from hashlib import file_digest
@@ -22,6 +23,7 @@ from rectified_flow.system.terminal import warn_once
 NO_DAMAGE = (EACCES, EPERM, EMFILE, ENFILE, ENOMEM, ESTALE, ETIMEDOUT)
 """Error numbers that do not indicate damage: missing rights, a busy network disk or too many open files."""
 LONGEST = 100  # maximum length of a refused path or value in an error message
+SILENT_WAIT = 1.0  # time after which a line says that another process is waited for [s]
 LOCK_TIMEOUT = 10.0
 """Time to wait for a process that is ending; loader processes may outlive a killed run by five seconds [s]."""
 
@@ -47,7 +49,8 @@ def locked(
         try:
             mode = folder.stat().st_mode & 0o666 | S_IRUSR | S_IWUSR
             # A marker file in place of a lock would outlive a killed process.
-            held.enter_context(FileLock(path, mode=mode, fallback_to_soft=False).acquire(timeout=timeout))
+            lock = FileLock(path, mode=mode, fallback_to_soft=False)
+            held.enter_context(_acquired(lock, busy or f"another process holds {path}", timeout))
         except Timeout as error:
             raise BusyError(f"{busy}: wait until it ends, or {remedy}") from error
         except PermissionError as error:
@@ -55,6 +58,16 @@ def locked(
         except (OSError, NotImplementedError) as error:
             warn_once(f"{folder} cannot be locked ({error}): make sure that no other process writes there")
         yield
+
+
+def _acquired(lock: FileLock, busy: str, timeout: float) -> AbstractContextManager[object]:
+    """Acquire a lock, and print a line if that takes longer than a moment; a Timeout after ``timeout`` seconds."""
+    if 0 <= timeout <= SILENT_WAIT:
+        return lock.acquire(timeout=timeout)
+    with suppress(Timeout):
+        return lock.acquire(timeout=SILENT_WAIT)
+    warn_once(f"{busy}: waiting until it ends")
+    return lock.acquire(timeout=timeout if timeout < 0 else timeout - SILENT_WAIT)
 
 
 def flush(path: Path) -> None:
@@ -119,6 +132,8 @@ def writing(
 
 def open_regular(path: Path) -> BufferedReader:
     """Open a regular file to read it: reading a pipe might wait, and a device might never end."""
+    if "\0" in str(path):
+        raise OSError("its name contains a null character")
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -174,7 +189,7 @@ T = TypeVar("T")
 
 def read_document(path: Path, schema: type[T]) -> T:
     """Read the JSON document at ``path``, with the errors of :func:`reading` and :func:`parse_document`."""
-    return parse_document(read_bytes(path), schema, path)
+    return parse_document(read_bytes(path).removeprefix(BOM_UTF8), schema, path)  # editors of Windows add the mark
 
 
 def parse_document(content: bytes | str, schema: type[T], source: object) -> T:

@@ -1,6 +1,8 @@
 """Lines and progress bars that a program prints."""
 
+import os
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -58,6 +60,20 @@ def progress_bar(**arguments: Any) -> "tqdm[Any]":
 
     interval = 0.1 if sys.stderr.isatty() else 30.0
     return tqdm(dynamic_ncols=True, mininterval=interval, maxinterval=interval, **arguments)
+
+
+@contextmanager
+def at_least_wide(columns: int) -> Iterator[None]:
+    """Let libraries find a terminal of at least so many columns: tyro never ends its help in a few of them."""
+    given = os.environ.get("COLUMNS")
+    if shutil.get_terminal_size().columns >= columns:
+        yield
+        return
+    os.environ["COLUMNS"] = str(columns)
+    try:
+        yield
+    finally:
+        os.environ.pop("COLUMNS") if given is None else os.environ.update(COLUMNS=given)
 
 
 @contextmanager

@@ -35,16 +35,21 @@ def test_a_program_prints_the_name_of_a_folder_as_it_is(tmp_path: Path) -> None:
     assert f"the folder {folder} holds no pictures" in said
 
 
-def test_a_program_spells_no_flag_that_it_lacks(
+def test_a_program_advises_no_flag_that_it_lacks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A message of a shared module may name an argument of another program."""
 
     def serve(_flags: object) -> None:
-        raise UsageError("`import` and `image_size`")
+        raise UsageError("`import`, `image_size` and `points`")
 
     monkeypatch.setattr(sys, "argv", ["watch.py", "."])
     monkeypatch.setattr(programs, "serve_tensorboard", serve)
     with pytest.raises(SystemExit):
         programs.watch()
-    assert capsys.readouterr().err == "watch.py: error: --import and `image_size`\n"
+    assert capsys.readouterr().err == "watch.py: error: --import, --image_size of rectified-flow train and `points`\n"
+
+
+def test_a_message_names_the_flag_that_stands_for_an_argument() -> None:
+    config = "rectified_flow.cli.model_flags:SampleConfig"
+    assert programs._flag_of(config, "dataset_path") == "--nearest"

@@ -9,10 +9,11 @@ from accelerate import PartialState
 from PIL import Image
 
 from rectified_flow.cli import facts, plan, train
+from rectified_flow.cli.budget import seconds_of, time_text
 from rectified_flow.cli.data import build_space
 from rectified_flow.cli.settings import Settings, read_settings
 from rectified_flow.cli.train import with_recipe
-from rectified_flow.cli.training_flags import DataConfig, OneStepConfig, TrainConfig, seconds_of
+from rectified_flow.cli.training_flags import DataConfig, OneStepConfig, TrainConfig
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import recorded
 from rectified_flow.parts import name_of
@@ -118,7 +119,7 @@ def test_without_a_length_a_run_on_ones_own_pictures_takes_an_hour(capsys: pytes
         ("--budget 2s", "--budget 2s is too short: a step of 8 images takes 32.0 s on this machine"),
         *(
             (f"--budget {each}", f"--budget is {each}; it must be a time such as")
-            for each in ("5", "0m", "1e9h", "m", "nanh")
+            for each in ("5", "0m", "1e9h", "m", "nanh", "1h1h", "30m1h", "1:30", "-1h")
         ),
     ],
 )
@@ -128,13 +129,31 @@ def test_a_budget_that_makes_no_sense(words: str, sentence: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("budget", "half"), [("1h", "0.5h"), ("10s", "5s"), ("3m", "1.5m"), ("2000d", "1000d"), ("0.1s", "0.05s")]
+    ("budget", "half"),
+    [("1h", "30m"), ("10s", "5s"), ("3m", "1m30s"), ("2000d", "1000d"), ("0.1s", "0.05s"), ("0.0001h", "0.18s")],
 )
 def test_each_of_two_generators_has_half_of_the_time(budget: str, half: str) -> None:
     words = f"--dataset synthetic-flowers --one_step --budget {budget}"
     assert budget_of(words) == half
     assert 2 * seconds_of(half) == pytest.approx(seconds_of(budget))
-    assert budget_of("--one_step") == "0.5h"
+    assert budget_of("--one_step") == "30m"
+
+
+@pytest.mark.parametrize(
+    ("words", "seconds"),
+    [
+        *(("1h30m", 5400), ("90min", 5400), ("45 min", 2700), ("1.5h", 5400), ("2 hours", 7200), ("1d 2h", 93600)),
+        *(("90 seconds", 90), ("1H", 3600), ("10mins", 600), ("1 day", 86400), ("0.5s", 0.5), ("1d2h3m4s", 93784)),
+    ],
+)
+def test_a_budget_is_read_as_people_write_it(words: str, seconds: float) -> None:
+    assert seconds_of(words) == seconds
+    assert seconds_of(time_text(seconds)) == seconds
+
+
+def test_a_long_budget_with_small_batches_keeps_an_average_of_the_weights() -> None:
+    decay = chosen(10**6, "--budget 30d --batch_size 8", rate=1e4)["ema_decay"]
+    assert 0.9999 < decay < 1
 
 
 def test_flags_override_it() -> None:

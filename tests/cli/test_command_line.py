@@ -13,7 +13,7 @@ from rectified_flow.cli.build import build_flow
 from rectified_flow.cli.data import build_space
 from rectified_flow.cli.model_flags import EvaluateConfig, ExportConfig, SampleConfig
 from rectified_flow.cli.programs import PROGRAMS
-from rectified_flow.cli.settings import parse
+from rectified_flow.cli.settings import import_modules, parse
 from rectified_flow.cli.training_flags import OneStepConfig, TrainConfig
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import flag_types, recorded
@@ -107,6 +107,9 @@ def test_arguments_follow_the_name_of_a_part_or_are_those_of_the_default(words: 
         ("seed: 1", "config.json is damaged: Invalid JSON: "),
         (None, "config.json is missing"),
         ('{"dim_mults": [1, 2, "--import", "os"]}', 'dim_mults.2 is "--import", but input should be a valid integer'),
+        *((f'{{"training": {block}}}', "training must be an object with flags") for block in ("[]", "null", '"x"')),
+        *((f'{{"import": {names}}}', "is damaged: import") for names in ("5", "[1]", "[null]", '"json"')),
+        ('{"exclude": ["\\u0000.txt"]}', "its name contains a null character"),
         ('{"aspect_ratio": "3"}', "config.json is damaged: `aspect_ratio` is 3; it must be width:height"),
     ],
 )
@@ -119,6 +122,18 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path, content: str | None
     assert sentence in str(refusal.value).replace("[Errno 2] ", "")
     assert str(file) in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+def test_a_file_with_the_mark_of_a_windows_editor_is_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(b'\xef\xbb\xbf{"seed": 7}')
+    assert parse_rectified(f"--config {tmp_path}/config.json").run.seed == 7
+
+
+def test_a_module_that_exits_is_a_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "exits_at_once.py").write_text("import sys\nsys.exit(0)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UsageError, match=r"--import exits_at_once failed \(SystemExit: 0\)"):
+        import_modules(["exits_at_once"])
 
 
 def start_command(words: list[str]) -> tuple[int, str, str]:

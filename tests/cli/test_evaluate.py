@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from rectified_flow.cli.evaluate import _write_down, real_data
+from rectified_flow.cli.evaluate import _summary, _write_down, real_data
 from rectified_flow.distributed import join_processes
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.evaluator import Evaluator
@@ -110,6 +110,13 @@ def test_a_folder_that_is_too_small_to_split_again(
     assert "copies" in result["distances"]
     assert "copies_by_chance" not in result["distances"]
     assert "warning: no pictures are held out, as `holdout` leaves" in "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize(("samples", "warns"), [(8, True), (2048, False)])
+def test_a_distance_of_few_samples_says_so(samples: int, warns: bool) -> None:
+    settings = {"steps": 1, "seed": 0, "num_real": 9, "dataset": "x", "weights": "y", "image_size": None}
+    text = _summary({**settings, "num_samples": samples, "distances": {"inception_frechet_distance": 1.0}})
+    assert ("a Fréchet distance is too large" in text) == warns
 
 
 def test_a_result_takes_the_place_of_its_like(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ TRAIN, ONE_STEP, SAMPLE = "train_oxford.py", "train_mean_flow.py", "sample.py"
 EVALUATE, EXPORT = "evaluate.py", "export.py"
 UNET = "--image_size 8 --dim 8 --dim_mults 1 2 --global_batch_size 16 --train_num_steps 4"
 FLOWERS = f"--dataset synthetic-flowers {UNET} --output_dir {{tmp}}/run"
+OWN = f"{UNET} --output_dir {{tmp}}/run --dataset_path"
 BROKEN = f"--dataset_path {{tmp}}/broken {UNET}"
 OUTPUT = "--output_dir {tmp}/out"
 HAAR = "--autoencoder Haar --import tests.extension.own_autoencoder"
@@ -28,6 +29,7 @@ REFUSALS: dict[tuple[str, str], list[tuple[str, str]]] = {
     (TRAIN, FLOWERS): [
         ("--output_dir=", "--output_dir is empty: check whether a variable is unset"),
         ("--num_epochs 2", "--num_epochs and --train_num_steps exclude each other"),
+        ("--dataset_path {pictures.data}/pictures", "--dataset and --dataset_path exclude each other: pass one"),
         ("--dim_mults 1 2 3 4 --image_size 20", "not divisible by 8, as this Unet requires"),
         ("--aspect_ratio 3:2 --image_size 10", "gives the network inputs of 15x10, not divisible by 2"),
         (
@@ -47,12 +49,14 @@ REFUSALS: dict[tuple[str, str], list[tuple[str, str]]] = {
         (f"--output_dir {{tmp}}/new --augment 0.1 {HAAR}", "--augment has no effect on Latents: leave it out"),
         ("--output_dir {tmp}/new --holdout 0.1 --method reflow --teacher {tmp}/run", "--teacher and --holdout exclude"),
         ("--output_dir {tmp}/new", "broken image {tmp}/broken/1.png ("),
+        ("--output_dir {tmp}/new --image_size 0", "--image_size 0 reads the first picture, and {tmp}/broken/1.png is"),
     ],
     (TRAIN, PICTURES): [
         ("--use_cfg --dataset_path {paired.data}/to", "--use_cfg needs labels"),
         ("--init_from {labels.one} --dim 16", "of another architecture"),
         ("--stop_when_memorising", "pass --holdout 0."),
         ("--output_dir {pictures.data}/pictures/run", "lies inside --dataset_path"),
+        ("--output_dir {tmp}/out --dataset_path {tmp}/out/checkpoints", "out/checkpoints lies inside --dataset_path"),
         ("--cache_dir {pictures.data}/pictures/b", "lies inside --dataset_path"),
         ("--global_batch_size 16000000", "a step of 16,000,000 images "),
         (
@@ -127,7 +131,7 @@ REFUSALS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ],
     (SAMPLE, f"--checkpoint {{labels.one}} {OUTPUT}"): [
         ("--checkpoint {tmp}/nowhere", "no checkpoint at"),
-        ("--classes a,bb", "bb does not exist: pass names like a, b, or numbers up to 1\n"),
+        ("--classes a,bb", "--classes a,bb: bb does not exist: pass names like a, b, or numbers up to 1\n"),
         ("--license mit", "--license needs --save_pretrained: pass both"),
         ("--num_samples 1000000000000000", "--num_samples is 1000000000000000; it must be less than or equal to"),
         ("--strength 0.5", "--strength needs --from_images: pass both"),
@@ -138,6 +142,8 @@ REFUSALS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ],
     (SAMPLE, f"--checkpoint {{columns.one}} {OUTPUT}"): [
         ("--set colour=3", "--set colour=3: "),
+        ("--set size=nan", "--set size=nan: nan is not a number"),
+        ("--grid size=1,x seed", "--grid size=1,x: x is not a number"),
         ("--set parity=off", "off does not exist"),
         ("--set size=large", "large is not a number"),
         ("--guidance colour=3", "--guidance colour: "),
@@ -178,8 +184,8 @@ REFUSALS: dict[tuple[str, str], list[tuple[str, str]]] = {
     (EXPORT, OUTPUT): [("--checkpoint {tmp}/nowhere", "there is no checkpoint at")],
 }
 ON_TWO = [
-    (TRAIN, f"{FLOWERS} --dataset_path {{tmp}}/nowhere", "nowhere is not a folder"),
-    (TRAIN, f"{FLOWERS} --dataset_path {{tmp}}/full", "holds no pictures"),
+    (TRAIN, f"{OWN} {{tmp}}/nowhere", "nowhere is not a folder"),
+    (TRAIN, f"{OWN} {{tmp}}/full", "holds no pictures"),
     (TRAIN, f"{FLOWERS} --image_size 9", "--image_size 9"),
     (TRAIN, f"{FLOWERS} --global_batch_size 15 --batch_size 4", "--global_batch_size 15 cannot be split evenly"),
     (TRAIN, f"{FLOWERS} --batch_sise 4", "Perhaps you meant"),

@@ -1,7 +1,7 @@
 """Tests of sample.py: pictures that say how they were generated, their nearest training pictures, and autoguidance."""
 
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.checkpoint import FLOW_FILE
 from rectified_flow.spaces.pixels import Pixels
-from rectified_flow.system.pictures import read_provenance, write_picture
+from rectified_flow.system.pictures import Provenance, metadata_options, read_provenance, write_picture
 from tests.programs import assert_refused, call, program
 from tests.ranks import run_on_ranks
 from tests.tiny_flows import FLOWS, write
@@ -121,6 +121,17 @@ def test_the_nearest_training_pictures_are_shown_with_their_distances(
     words = f"--checkpoint {tmp_path}/run --num_samples 2 --steps 1 --output_dir {tmp_path}/two --nearest"
     assert_refused("sample.py", 1, words, "mine is not a folder")
     assert program("sample.py", f"{words} {tmp_path}/moved".split())[0] == 0
+    write_picture(tmp_path / "moved/0.png", np.full((8, 8, 3), 99, dtype=np.uint8))
+    capfd.readouterr()
+    draw(*f"{words} {tmp_path}/moved".split())
+    assert "moved is not, or no longer, what" in capfd.readouterr().out
+
+
+def test_a_file_of_somebody_else_starts_no_sampling_of_days(run: Path, tmp_path: Path) -> None:
+    settings = Provenance(model_hash(load_flow(run)), seed=0, steps=10**7, number=0)
+    write_picture(tmp_path / "a.png", np.zeros((8, 8, 3), dtype=np.uint8), **metadata_options(asdict(settings)))
+    words = f"--checkpoint {run} --like {tmp_path}/a.png --output_dir {tmp_path}/out"
+    assert_refused("sample.py", 1, words, "--like names 10,000,000 steps, more than 10,000")
 
 
 def test_autoguidance_by_the_early_checkpoint(run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -162,12 +173,31 @@ def test_autoguidance_by_the_early_checkpoint(run: Path, tmp_path: Path, capfd: 
     assert np.corrcoef((one - plain)[inside], (plain - early)[inside])[0, 1] > 0.5
 
 
-def test_pictures_of_an_earlier_call_are_not_mixed_in(run: Path, tmp_path: Path) -> None:
-    flags = f"--checkpoint {run} --steps 1 --output_dir {tmp_path} --num_samples"
-    assert program("sample.py", f"{flags} 3".split())[0] == 0
-    assert_refused("sample.py", 1, f"{flags} 2", "contains 00002.png of an earlier call")
-    assert program("sample.py", f"{flags} 4".split())[0] == 0
-    assert len(pictures(tmp_path)) == 5
+def test_no_call_replaces_the_pictures_of_an_earlier_one(run: Path, tmp_path: Path) -> None:
+    """Numbers go on for samples, for results of given pictures and for grids; each picture can be generated again."""
+    (tmp_path / "given").mkdir()
+    write_picture(tmp_path / "given/nearest.png", np.zeros((8, 8, 3), dtype=np.uint8))
+    write_picture(tmp_path / "mask.png", np.full((8, 8, 3), 255, dtype=np.uint8))
+    flags = ["--checkpoint", run, "--steps", 1, "--output_dir", tmp_path / "made"]
+    translated = [*flags, "--from_images", tmp_path / "given", "--mask", tmp_path / "mask.png"]
+    calls = {
+        ("00000.png", "00001.png", "00002.png", "grid.png"): [*flags, "--num_samples", 3],
+        ("00003.png", "00004.png", "grid-2.png"): [*flags, "--num_samples", 2, "--seed", 1],
+        ("nearest.png", "grid-3.png"): translated,
+        ("nearest-2.png", "nearest-3.png", "grid-4.png"): [*translated, "--variants", 2],
+    }
+    before: dict[str, bytes] = {}
+    for expected, words in calls.items():
+        draw(*words)
+        now = {file.name: file.read_bytes() for file in (tmp_path / "made").glob("*.png")}
+        assert now.keys() - before.keys() == {*expected}
+        assert {name: now[name] for name in before} == before
+        before = now
+    past = read_provenance(tmp_path / "made/00004.png")
+    assert (past.seed, past.number) == (1, 1), "the number within its call"
+    draw("--checkpoint", run, "--output_dir", tmp_path / "again", "--like", tmp_path / "made/00004.png")
+    again = pictures(tmp_path / "again")["00001-seed-1.png"]
+    assert np.abs(again - pictures(tmp_path / "made")["00004.png"]).max() <= 1
 
 
 def test_a_folder_that_another_process_draws_into_is_refused(run: Path, tmp_path: Path) -> None:

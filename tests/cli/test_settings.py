@@ -1,6 +1,7 @@
 """Tests of the layers of settings: where a value comes from when a run begins, resumes, or has a teacher or a file."""
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from accelerate import PartialState
 
 from rectified_flow.cli import record
+from rectified_flow.cli.model_flags import ExportConfig, SampleConfig, WatchConfig
 from rectified_flow.cli.record import distillation_of, with_record
 from rectified_flow.cli.settings import Settings, read_settings
 from rectified_flow.cli.training_flags import OneStepConfig, TrainConfig
@@ -133,3 +135,42 @@ def test_a_recorded_batch_is_split_again(tmp_path: Path, given: str, monkeypatch
     batch = settings.values.run
     assert (batch.global_batch_size, batch.batch_size) == (16, 8)
     assert batch.gradient_accumulation_steps == (2 if given else None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "hint"),
+    [
+        (TrainConfig, "--folder DIR", "--folder: pass --dataset_path\n"),
+        (TrainConfig, "--lr=1e-3", "--lr: pass --learning_rate\n"),
+        (TrainConfig, "DIR --seed 1", "DIR: pass --dataset_path DIR\n"),
+        (TrainConfig, "--seed 1 DIR", "DIR: pass --dataset_path DIR\n"),
+        (SampleConfig, "RUN", "RUN: pass --checkpoint RUN\n"),
+        (SampleConfig, "--model RUN", "--model: pass --checkpoint\n"),
+        (ExportConfig, "--folder RUN", "--folder: pass --checkpoint\n"),
+        (SampleConfig, "--lr 2", "--help"),
+    ],
+)
+def test_a_hint_names_the_flag_that_was_meant(
+    kind: type[Any], words: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        read_settings(kind, "", words.split())
+    errors = capsys.readouterr().err
+    assert hint in errors
+    assert errors.count(": pass ") == hint.count(": pass ")
+
+
+def test_words_of_a_time_are_joined() -> None:
+    program = settings_of("--dataset_path x --budget 1 h 30 min --one_step").values.program
+    assert (program.budget, program.one_step) == ("1 h 30 min", True)
+
+
+@pytest.mark.parametrize("columns", [1, 4, 9])
+def test_the_help_ends_in_a_narrow_terminal(
+    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with pytest.raises(SystemExit):
+        read_settings(WatchConfig, "", ["--help"])
+    assert "usage" in capsys.readouterr().out
+    assert os.environ["COLUMNS"] == str(columns)

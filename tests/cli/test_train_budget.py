@@ -181,6 +181,7 @@ def test_a_run_that_is_killed_while_its_teacher_draws_keeps_its_plan(pictures: P
     [
         ("config.json", "config.json would be overwritten, and this project did not write it"),
         ("run", "belongs to a run with --method rectified"),
+        ("paths/mine.txt", "paths is in the way of the paths, and holds mine.txt"),
     ],
 )
 def test_a_folder_of_something_else_for_the_one_step_run_is_refused_before_training(
@@ -191,7 +192,7 @@ def test_a_folder_of_something_else_for_the_one_step_run_is_refused_before_train
     if name == "run":
         run_on_ranks(1, train, f"{data} --train_num_steps 1 --output_dir {folder}")
     else:
-        folder.mkdir(parents=True)
+        (folder / name).parent.mkdir(parents=True)
         (folder / name).write_text("{}")
     assert_refused("train_oxford.py", 1, f"{data} --output_dir {tmp_path}/run --one_step --budget 2s", sentence)
     assert not (tmp_path / "run/checkpoints").exists()

@@ -3,6 +3,7 @@
 import io
 from contextlib import redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -12,6 +13,8 @@ from accelerate import PartialState
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
+from rectified_flow.cli.checks import warm_up_note
+from rectified_flow.cli.train import _opened
 from rectified_flow.condition import Labels
 from rectified_flow.errors import UsageError
 from rectified_flow.flows import Coupling
@@ -116,3 +119,15 @@ def test_a_dataset_of_the_hub_library_trains(tmp_path: Path) -> None:
 def train_on_rows(rows: Any, config: TrainingConfig) -> tuple[str, int]:
     pixels = datasets.Array3D(shape=(3, 8, 8), dtype="uint8")
     return train_on(rows.cast_column("images", pixels).with_format("torch"), config)
+
+
+def test_a_dataset_without_items_is_refused() -> None:
+    data: Any = SimpleNamespace(open=lambda _found: [], name="nothing", has_pictures=False)
+    with pytest.raises(UsageError, match="`dataset` nothing has no items"):
+        _opened(data, None)
+
+
+def test_a_warm_up_that_never_ends_is_printed() -> None:
+    assert warm_up_note(TrainingConfig(train_num_steps=200, lr_warmup_steps=200)) is None
+    note = warm_up_note(TrainingConfig(train_num_steps=200))
+    assert note == "--lr_warmup_steps 500 reaches only 40% of --learning_rate in 200 steps: pass fewer"

@@ -90,6 +90,7 @@ def test_it_is_called_as_every_pipeline() -> None:
     assert (one.shape, two.shape) == ((2, 3, 8, 8), (2, 8, 8, 3))
     assert np.allclose(one.permute(0, 2, 3, 1), two)
     assert 0 <= one.min() < one.max() <= 1
+    assert len(pipe(batch_size=2, **calls).images) == 2, "as the pipelines of diffusers without prompts"
     assert not torch.equal(pipe(2, generator=first, output_type="pt", **calls).images, one), "a generator moves on"
 
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from rectified_flow.data.sources.synthetic_flowers import SPECIES, draw_flower
 from rectified_flow.errors import UsageError
+from rectified_flow.latents import autoencoders
 from rectified_flow.latents import space as latents_module
 from rectified_flow.latents.autoencoders import PretrainedAutoencoder, Small
 from rectified_flow.latents.space import Latents
@@ -193,3 +194,14 @@ def test_a_flow_of_other_weights_is_refused() -> None:
     build(description).prepare(torch.device("cpu"))
     with pytest.raises(UsageError, match="`autoencoder` small has other weights than in training"):
         build({**description, "fingerprint": "0"}).prepare(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("content", [b"", b"damaged" * 9, None])
+def test_damaged_weights_of_the_package_are_named(
+    content: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(autoencoders, "WEIGHTS", tmp_path / "small.safetensors")
+    if content is not None:
+        (tmp_path / "small.safetensors").write_bytes(content)
+    with pytest.raises(UsageError, match=r"small\.safetensors is damaged \(.*: install this package again"):
+        autoencoders._small.__wrapped__(torch.device("cpu"))

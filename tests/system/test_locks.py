@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Timer
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from rectified_flow.load import RESULTS_FILE
 from rectified_flow.runs import folder
 from rectified_flow.runs.folder import lock_folder, write_status
 from rectified_flow.runs.training_config import TrainingConfig
+from rectified_flow.system import files
 from rectified_flow.system.artifact import OUTPUTS_MANIFEST, claim, claimed_names, write_output
 from rectified_flow.system.files import locked
 from tests.patience import PATIENCE
@@ -110,6 +112,16 @@ def test_a_lock_that_may_not_be_opened_and_one_that_cannot_exist(
         with locked(tmp_path, "run", "another process writes", 0):
             pass
     assert ("cannot be locked" in capsys.readouterr().out) != refused
+
+
+def test_a_wait_for_another_process_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(files, "SILENT_WAIT", 0.1)
+    with FileLock(tmp_path / ".store.lock", thread_local=False) as held:
+        Timer(0.4, held.release).start()
+        with locked(tmp_path, "store", f"another run writes {tmp_path}", PATIENCE):
+            assert capsys.readouterr().out == f"warning: another run writes {tmp_path}: waiting until it ends\n"
 
 
 def write_results(path: Path, seed: int) -> None:
