@@ -27,7 +27,8 @@ from rectified_flow.data.sources import ImageSource
 from rectified_flow.data.store import ImageDataset, StoreDataset
 from rectified_flow.distributed import check_equal, on_main
 from rectified_flow.errors import UsageError
-from rectified_flow.evaluation.evaluator import Evaluator
+from rectified_flow.evaluation import scores  # noqa: F401 -- it registers scores
+from rectified_flow.evaluation.evaluator import METRICS, Evaluator
 from rectified_flow.evaluation.features import RenderedItems
 from rectified_flow.evaluation.heldout import HeldOutPictures, Split, hold_out
 from rectified_flow.flags import recorded, refuse, rules_of
@@ -389,6 +390,7 @@ def _callbacks(
         num_samples=flags.evaluation_samples,
         seed=run.seed,
         held_out=unseen,
+        metrics=(*METRICS, *flags.evaluate_metric),
         medium=flow.space.medium,
     )
     return [EvaluationHook(evaluator, flags.evaluate_every, keeps_best=not flags.stop_when_memorising)]

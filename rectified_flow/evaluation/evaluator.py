@@ -221,16 +221,18 @@ class Comparison:
         evaluator: the evaluator.
         flow: the flow.
         options: options of ``flow.sample``.
+        samples: the result of :meth:`Evaluator.generate` with these options, if it is known.
     """
 
     evaluator: Evaluator
     flow: Flow
     options: Mapping[str, Any] = field(default_factory=dict)
+    samples: Tensor | None = None
 
     @cached_property
     def generated(self) -> Tensor:
         """The result of :meth:`Evaluator.generate` with these options. Collective."""
-        return self.evaluator.generate(self.flow, **self.options)
+        return self.evaluator.generate(self.flow, **self.options) if self.samples is None else self.samples
 
 
 Score = Callable[[Comparison], Mapping[str, float]]

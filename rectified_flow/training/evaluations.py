@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from rectified_flow.distributed import map_over_ranks, on_main
 from rectified_flow.errors import RunError, UsageError
-from rectified_flow.evaluation.evaluator import Evaluator, conditions_of, render_sources
+from rectified_flow.evaluation.evaluator import Comparison, Evaluator, conditions_of, render_sources
 from rectified_flow.evaluation.heldout import HeldOutLoss, HeldOutPictures, judge
 from rectified_flow.flows.flow import SOURCE, Flow, sample_batches
 from rectified_flow.flows.solvers import Guidance
@@ -71,7 +71,7 @@ class Measurement(Callback):
     """A callback that measures something every few steps, and records it in ``NAME.jsonl`` in the run's folder.
 
     A subclass implements :meth:`measure` for a share of the items, and :meth:`summarize` for the rows of all. It may
-    implement :meth:`conclude` and :meth:`plot`.
+    implement :meth:`measure_together`, :meth:`conclude` and :meth:`plot`.
 
     If a stop is requested during a measurement, the run ends after this step, and the measurement is made when the run
     resumes. A full disk does not stop the run.
@@ -99,6 +99,9 @@ class Measurement(Callback):
         Returns:
             A row for each item, float32 ``[len(numbers), ...]``.
         """
+
+    def measure_together(self, trainer: "Trainer", rows: Tensor) -> None:
+        """Measure what needs the rows of all items, on every rank; it may contain collectives."""
 
     @abstractmethod
     def summarize(self, trainer: "Trainer", rows: Tensor) -> dict[str, Any]:
@@ -137,6 +140,7 @@ class Measurement(Callback):
         try:
             with torch.no_grad(), trainer.accelerator.autocast():
                 rows = map_over_ranks(trainer.accelerator, self.total, partial(self.measure, trainer))
+                self.measure_together(trainer, rows)
         except Interrupted:
             return False
         on_main(trainer.accelerator, lambda: self._record(trainer, rows))
@@ -162,6 +166,7 @@ class EvaluationHook(Measurement):
         super().__init__("evaluations", evaluator.num_samples, every, untrained=False)
         self.evaluator, self.keeps_best = evaluator, keeps_best
         self._numbers: dict[str, float] = {}
+        self._scores: dict[str, float] = {}
 
     @override
     def on_setup(self, trainer: "Trainer") -> None:
@@ -175,8 +180,14 @@ class EvaluationHook(Measurement):
         return self.evaluator.sample_features(flow, numbers, steps=self.steps, **default_guidance(flow))
 
     @override
+    def measure_together(self, trainer: "Trainer", rows: Tensor) -> None:
+        flow = _averaged(trainer)
+        comparison = Comparison(self.evaluator, flow, {"steps": self.steps, **default_guidance(flow)}, rows)
+        self._scores = {name: number for score in self.evaluator.scores for name, number in score(comparison).items()}
+
+    @override
     def summarize(self, trainer: "Trainer", rows: Tensor) -> dict[str, Any]:
-        self._numbers = self.evaluator.compute(rows)
+        self._numbers = self.evaluator.compute(rows) | self._scores
         return self._numbers | self.settings
 
     @override

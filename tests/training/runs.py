@@ -11,7 +11,7 @@ from accelerate.utils import set_seed
 from rectified_flow.data.sources.synthetic_flowers import SyntheticFlowers
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.data.store_writer import open_store
-from rectified_flow.evaluation.evaluator import Evaluator
+from rectified_flow.evaluation.evaluator import METRICS, Evaluator
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.networks.unet import Unet
@@ -32,6 +32,7 @@ class Tiny:
     kind: Kind = "rectified"
     use_cfg: bool = True
     evaluate_every: int = 0
+    metrics: tuple[str, ...] = METRICS
 
     def build(self, dataset: ImageDataset) -> RectifiedFlow | MeanFlow:
         """The flow, on a Unet of two levels."""
@@ -78,7 +79,7 @@ def build_trainer(config: TrainingConfig, dataset: ImageDataset, tiny: Tiny = RE
     set_seed(config.seed)
     callbacks = parts.pop("callbacks", [])
     if tiny.evaluate_every:
-        evaluator = Evaluator(dataset, "efficientnet_lite0", num_samples=20, seed=config.seed)
+        evaluator = Evaluator(dataset, "efficientnet_lite0", num_samples=20, seed=config.seed, metrics=tiny.metrics)
         callbacks = [EvaluationHook(evaluator, tiny.evaluate_every), *callbacks]
     return Trainer(tiny.build(dataset), dataset, config, callbacks=callbacks, **parts)
 

@@ -11,15 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor
 
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.evaluation import evaluator
+from rectified_flow.evaluation.evaluator import METRICS, Comparison
 from rectified_flow.evaluation.features import average_colours
 from rectified_flow.evaluation.heldout import HeldOutPictures
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.networks.unet import Unet
+from rectified_flow.registry import register
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.training_config import TrainingConfig
 from rectified_flow.spaces.pixels import Pixels
@@ -31,9 +34,16 @@ from tests.ranks import run_on_ranks
 from tests.training.runs import IMAGE_SIZE, Tiny, tiny_config, tiny_dataset
 from tests.training.runs import train as train_tiny
 
-EVALUATED = Tiny(evaluate_every=3)
+EVALUATED = Tiny(evaluate_every=3, metrics=(*METRICS, "votes"))
 FLAGS: dict[str, Any] = {"num_samples": 0, "save_every": 0, "keep_checkpoints": 1, "log_every": 3}
 HEADLINE = "colours_8x8_frechet_distance"
+
+
+@register(role="score")
+def votes(comparison: Comparison) -> dict[str, float]:
+    """A score of one's own, of all processes together; the samples are not generated again."""
+    everybody = gather_object([len(comparison.generated)])
+    return {"votes": sum(everybody)}
 
 
 def train_and_evaluate(config: TrainingConfig, dataset: ImageDataset) -> None:
@@ -60,6 +70,7 @@ def test_every_evaluation_is_written_down(run: Path) -> None:
     for row in rows:
         assert row[HEADLINE] > 0
         assert (row["num_samples"], row["num_real"], row["split"], row["seed"]) == (20, 46, "train", 0)
+        assert row["votes"] == 2 * 20, "each process has all samples"
     assert len({row[HEADLINE] for row in rows}) == 4
     assert (run / "evaluations.png").exists()
 
