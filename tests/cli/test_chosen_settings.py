@@ -152,6 +152,7 @@ def test_a_budget_is_read_as_people_write_it(words: str, seconds: float) -> None
 
 def test_a_long_budget_with_small_batches_keeps_an_average_of_the_weights() -> None:
     decay = chosen(10**6, "--budget 30d --batch_size 8", rate=1e4)["ema_decay"]
+    assert isinstance(decay, float)
     assert 0.9999 < decay < 1
 
 
