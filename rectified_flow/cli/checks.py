@@ -11,6 +11,7 @@ from rectified_flow.cli.training_flags import DataConfig, NetworkConfig, TrainCo
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import refuse, rules_of
 from rectified_flow.flows.flow_map import FlowMap, takes_interval
+from rectified_flow.runs.folder import SAMPLES
 from rectified_flow.runs.training_config import TrainingConfig
 from rectified_flow.spaces.space import Space
 from rectified_flow.system.terminal import size_text
@@ -24,8 +25,10 @@ def check_flags(values: TrainConfig, given: Collection[str]) -> None:
     refuse({f"method {method}": (method in ("distill", "reflow")) != has_teacher}, needed)
     source = values.source.source_path
     written = {"output_dir": run.output_dir, "checkpoint_dir": run.checkpoints, "cache_dir": values.data.cache_dir}
-    check_outside("dataset_path", values.data.dataset_path, **written, source_path=source)
-    check_outside("source_path", source, **written)
+    for name, folder in {"dataset_path": values.data.dataset_path, "source_path": source}.items():
+        check_outside(name, folder, **written)
+        check_outside(name, folder, output_dir=run.output_dir / SAMPLES)
+    check_outside("dataset_path", values.data.dataset_path, source_path=source)
     network, flow = choose_network(values.network), choose_flow(values.flow, method, is_taught=has_teacher)
     noisy = values.source.source_noise > 0 and not values.source.as_start
     refuse({"source_noise": noisy}, "has no effect if the source is a condition: pass --source_as start")

@@ -51,7 +51,7 @@ def hints(unknown: Sequence[str], arguments: Sequence[str], known: Collection[st
         elif previous.startswith("--") and before.get(word) == previous:
             continue  # the value of an unknown flag
         else:
-            texts += [f"{word}: pass {text} {word}" for text in _known((FOLDER, MODEL), known)[:1]]
+            texts += [f"{word}: pass {text} {word}" for text in _known((MODEL, FOLDER), known)[:1]]
     return list(dict.fromkeys(texts))
 
 

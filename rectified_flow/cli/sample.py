@@ -19,7 +19,7 @@ from rectified_flow.cli.evaluate import real_data, warn_of_other_data
 from rectified_flow.cli.model_flags import PicturesConfig, SampleConfig
 from rectified_flow.cli.sample_names import SHEETS, Names
 from rectified_flow.cli.sample_request import GRID_PICTURES, SampleRequest, read_request
-from rectified_flow.condition import read_written
+from rectified_flow.condition import read_written, written
 from rectified_flow.distributed import check_shared, on_main
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.features import GREY_LEVELS, RealData, average_colours, reference_features
@@ -134,6 +134,8 @@ def _repeat(like: Provenance, trained: Trained, options: dict[str, Any]) -> Samp
         raise UsageError(f"--like needs a picture of {trained.source}, and another model generated this one")
     if like.number is None or like.from_picture:
         raise UsageError("--like needs a single picture that was generated from noise: pass one of sample.py")
+    if unknown := like.conditions.keys() - written(trained.flow.conditions).keys():
+        raise UsageError(f"--like has the condition {min(unknown)}, and {trained.source} was trained without it")
     texts = {name: [text] for name, text in like.conditions.items()}
     conditions = read_written(trained.flow.conditions, texts)
     options = options | {"steps": like.steps, "draws": [like.number], "conditions": conditions}

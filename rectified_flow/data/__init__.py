@@ -36,4 +36,5 @@ class GlobalBatch:
 
     def __str__(self) -> str:
         of_rank = f"{self.per_process} per process x {self.world_size} process{'es' * (self.world_size > 1)}"
-        return f"{of_rank} x {self.accumulation} accumulation = {self.total}"
+        accumulated = f" x {self.accumulation} accumulation" if self.accumulation > 1 else ""
+        return f"{of_rank}{accumulated} = {self.total}"

@@ -50,10 +50,10 @@ from rectified_flow.system.files import (
 Block = Mapping[str, Any] | None
 """A block of ``config.json``, if the caller knows it."""
 RunState = Literal["running", "finished", "interrupted", "failed"]
-STATUS_FILE, LOCK = "status.json", "run"
+STATUS_FILE, SAMPLES, LOCK = "status.json", "samples", "run"
 LOGS = ("metrics.jsonl", "metrics.old.jsonl", "bad_steps.jsonl", "bad_steps.old.jsonl")
 DATA_SHEET = "data.png"
-RUN_FILES = (CONFIG_FILE, STATUS_FILE, DATA_SHEET, "loss.png", "samples", *LOGS)
+RUN_FILES = (CONFIG_FILE, STATUS_FILE, DATA_SHEET, "loss.png", SAMPLES, *LOGS)
 """Files and folders that every run writes into its output folder."""
 
 

@@ -79,6 +79,11 @@ class Pictures(Medium):
         return upright_size(open_picture(file))
 
     @override
+    def misfit(self, other: Medium) -> str | None:
+        differ = f"is read at {other.noun}, and the flow was trained at {self.noun}: pass pictures of that size"
+        return differ if self.picture_shape and other.sides != self.sides else None
+
+    @override
     def page(self) -> dict[str, Any]:
         return {}
 

@@ -6,7 +6,7 @@ import tempfile
 from codecs import BOM_UTF8
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from errno import EACCES, EMFILE, ENFILE, ENOENT, ENOMEM, EPERM, ESTALE, ETIMEDOUT
+from errno import EACCES, EMFILE, ENAMETOOLONG, ENFILE, ENOENT, ENOMEM, EPERM, ESTALE, ETIMEDOUT
 from functools import cache
 from hashlib import file_digest
 from io import BufferedReader
@@ -93,7 +93,8 @@ def replace_file(path: Path, content: bytes | str, *, durable: bool = True, besi
         beside: another path on the same disk, beside which the content is written first.
     """
     place = beside or path
-    temporary = place.with_name(f".{place.name}.{token_hex(4)}.tmp")
+    # A part of the name, since file systems limit names to 255 bytes, and a character has up to 4.
+    temporary = place.with_name(f".{place.name[:50]}.{token_hex(4)}.tmp")
     try:
         # Not by tempfile, whose files no other user may read.
         with temporary.open("xb") as file:
@@ -127,6 +128,8 @@ def writing(
     try:
         yield
     except OSError as error:
+        if error.errno == ENAMETOOLONG:
+            raise UsageError(f"the name of {error.filename or what} is too long: choose a shorter name") from error
         raise kind(f"{what} cannot be written ({error.strerror or error}): {remedy}") from error
 
 

@@ -13,10 +13,11 @@ from html import escape, unescape
 from importlib import import_module
 from io import BytesIO
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Annotated, Any
 
 import numpy as np
 import torch
+from annotated_types import Interval
 from PIL import ExifTags, Image, ImageOps, PngImagePlugin, UnidentifiedImageError
 from torch import Tensor
 
@@ -319,7 +320,7 @@ class Provenance:
     """SHA-256 of the weights, as :func:`rectified_flow.save_pretrained` writes them."""
     seed: int
     steps: int
-    number: int | None = None
+    number: Annotated[int, Interval(ge=0, le=10**8)] | None = None
     conditions: dict[str, str | None] = field(default_factory=dict)
     """Values as written; None is "none", and a condition that is missing was drawn."""
     solver: str | None = None

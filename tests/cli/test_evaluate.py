@@ -148,7 +148,7 @@ def test_a_run_on_data_that_cannot_be_opened_again(run: Path, tmp_path: Path) ->
     documents = {FLOW_FILE: describe(flow), checkpoint.CONFIG_FILE: config}
     path = checkpoint.save(tmp_path / "checkpoints", 1, files, documents)
     join_processes()
-    with pytest.raises(UsageError, match="records no pictures: pass --dataset_path"):
+    with pytest.raises(UsageError, match="records no pictures: pass `dataset_path`"):
         real_data(read_trained(path))
     places = {"dataset_path": run / "pictures", "cache_dir": tmp_path / "cache"}
     expected, found = real_data(read_trained(source))[0], real_data(read_trained(path), **places)[0]

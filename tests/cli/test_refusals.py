@@ -57,6 +57,7 @@ REFUSALS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("--stop_when_memorising", "pass --holdout 0."),
         ("--output_dir {pictures.data}/pictures/run", "lies inside --dataset_path"),
         ("--output_dir {tmp}/out --dataset_path {tmp}/out/checkpoints", "out/checkpoints lies inside --dataset_path"),
+        ("--output_dir {tmp}/out --dataset_path {tmp}/out/samples", "out/samples lies inside --dataset_path"),
         ("--cache_dir {pictures.data}/pictures/b", "lies inside --dataset_path"),
         ("--global_batch_size 16000000", "a step of 16,000,000 images "),
         (

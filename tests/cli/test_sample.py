@@ -132,6 +132,14 @@ def test_a_file_of_somebody_else_starts_no_sampling_of_days(run: Path, tmp_path:
     write_picture(tmp_path / "a.png", np.zeros((8, 8, 3), dtype=np.uint8), **metadata_options(asdict(settings)))
     words = f"--checkpoint {run} --like {tmp_path}/a.png --output_dir {tmp_path}/out"
     assert_refused("sample.py", 1, words, "--like names 10,000,000 steps, more than 10,000")
+    for changes, sentence in (
+        ({"number": -1}, "a.png is damaged: number is -1, but input should be greater than or equal to 0"),
+        ({"number": 10**30}, "a.png is damaged: number is 1000000"),
+        ({"number": 0, "conditions": {"colour": "red"}}, "--like has the condition colour, and "),
+    ):
+        metadata = metadata_options(asdict(settings) | {"steps": 1} | changes)
+        write_picture(tmp_path / "a.png", np.zeros((8, 8, 3), dtype=np.uint8), **metadata)
+        assert_refused("sample.py", 1, words, sentence)
 
 
 def test_autoguidance_by_the_early_checkpoint(run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ import pytest
 from accelerate import PartialState
 
 from rectified_flow.cli import record
-from rectified_flow.cli.model_flags import ExportConfig, SampleConfig, WatchConfig
+from rectified_flow.cli.model_flags import EvaluateConfig, ExportConfig, SampleConfig, WatchConfig
 from rectified_flow.cli.record import distillation_of, with_record
 from rectified_flow.cli.settings import Settings, read_settings
 from rectified_flow.cli.training_flags import OneStepConfig, TrainConfig
@@ -145,6 +145,7 @@ def test_a_recorded_batch_is_split_again(tmp_path: Path, given: str, monkeypatch
         (TrainConfig, "DIR --seed 1", "DIR: pass --dataset_path DIR\n"),
         (TrainConfig, "--seed 1 DIR", "DIR: pass --dataset_path DIR\n"),
         (SampleConfig, "RUN", "RUN: pass --checkpoint RUN\n"),
+        (EvaluateConfig, "RUN", "RUN: pass --checkpoint RUN\n"),
         (SampleConfig, "--model RUN", "--model: pass --checkpoint\n"),
         (ExportConfig, "--folder RUN", "--folder: pass --checkpoint\n"),
         (SampleConfig, "--lr 2", "--help"),

@@ -27,7 +27,7 @@ def test_the_launch_script_on_two_processes(tmp_path: Path) -> None:
     code, output = launch(command, tmp_path, WANDB_MODE="offline", WANDB_DIR=str(tmp_path))
     assert code == 0, output
     assert "2 x cpu" in output
-    assert "8 per process x 2 processes x 1 accumulation = 16" in output
+    assert "8 per process x 2 processes = 16" in output
     run = tmp_path / "run"
     assert list(losses(run)) == [5, 10]
     assert (run / "samples/step_00000005.png").exists()
@@ -42,7 +42,7 @@ def test_the_launch_script_without_gpus_runs_plain_python(tmp_path: Path) -> Non
     code, output = launch(command, tmp_path, ACCELERATE_MIXED_PRECISION="bf16")
     assert code == 0, output
     assert "1 x cpu, float32" in output
-    assert "1 accumulation = 16\n" in output
+    assert " x 1 process = 16\n" in output
     assert re.search(
         r"speed +.* images/s in about .* GB of memory for each process\ntime +.* a step, .* in all\n", output
     )

@@ -26,7 +26,7 @@ def test_text_lines_by_torchrun(tmp_path: Path) -> None:
     program = str(ROOT / "examples/text/train_masked_text.py")
     code, output = launch([*command, program, *flags.split()], tmp_path)
     assert code == 0, output
-    assert "32 per process x 2 processes x 1 accumulation = 64" in output
+    assert "32 per process x 2 processes = 64" in output
     assert list(losses(tmp_path / "run")) == [1, 2]
     assert state_of(tmp_path / "run") == "finished"
 

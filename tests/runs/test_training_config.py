@@ -83,9 +83,9 @@ def test_what_makes_no_sense_is_refused(words: str, sentence: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "world_size", "expected"),
     [
-        ({}, 1, "64 per process x 1 process x 1 accumulation = 64"),
-        ({"batch_size": 16}, 8, "16 per process x 8 processes x 1 accumulation = 128"),
-        ({"global_batch_size": 128}, 8, "16 per process x 8 processes x 1 accumulation = 128"),
+        ({}, 1, "64 per process x 1 process = 64"),
+        ({"batch_size": 16}, 8, "16 per process x 8 processes = 128"),
+        ({"global_batch_size": 128}, 8, "16 per process x 8 processes = 128"),
         ({"global_batch_size": 128, "batch_size": 8}, 4, "8 per process x 4 processes x 4 accumulation = 128"),
         ({"gradient_accumulation_steps": 2}, 1, "64 per process x 1 process x 2 accumulation = 128"),
         (

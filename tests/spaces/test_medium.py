@@ -34,6 +34,12 @@ class Squares(Medium):
         return bytes(content.tolist())
 
 
+def test_pictures_of_another_size_do_not_fit() -> None:
+    trained, others = (Pixels((3, 8, width)).medium for width in (8, 12))
+    assert trained.misfit(trained) is None
+    assert "is read at 12x8 px, and the flow was trained at 8 px" in str(trained.misfit(others))
+
+
 def test_the_contract_of_a_space_is_small() -> None:
     members = {name for name in [*vars(Space), *Space.__annotations__] if not name.startswith("_")}
     assert len(members) <= MOST_MEMBERS, sorted(members)

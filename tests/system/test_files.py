@@ -12,7 +12,7 @@ from typing import Any, Literal
 import pytest
 
 from rectified_flow.errors import DamageError, NewerError, UsageError
-from rectified_flow.system.files import hash_file, parse_document, read_bytes, read_document, replace_file
+from rectified_flow.system.files import hash_file, parse_document, read_bytes, read_document, replace_file, writing
 from tests.system.refusing import refusing
 
 FORK = multiprocessing.get_context("fork")
@@ -74,6 +74,15 @@ def test_a_write_that_fails_leaves_the_file_before(tmp_path: Path, monkeypatch: 
         replace_file(path, "other")
     assert path.read_text() == "one"
     assert [each.name for each in tmp_path.iterdir()] == ["status.json"]
+
+
+def test_any_name_that_a_disk_takes_is_written(tmp_path: Path) -> None:
+    for name in ("é" * 127, "n" * 255):
+        replace_file(tmp_path / name, "content")
+        assert read_bytes(tmp_path / name) == b"content"
+    path = tmp_path / ("n" * 256)
+    with pytest.raises(UsageError, match="is too long: choose a shorter name"), writing(path):
+        replace_file(path, "content")
 
 
 def test_only_regular_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

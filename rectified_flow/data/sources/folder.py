@@ -6,9 +6,11 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from hashlib import blake2b
+from math import inf
 from os.path import commonpath
 from pathlib import Path
 from stat import S_ISREG
+from time import monotonic
 from typing import Any, ClassVar
 
 from typing_extensions import override
@@ -19,7 +21,9 @@ from rectified_flow.data.tables import TABLE_SUFFIXES, TEXT_SUFFIXES, read_metad
 from rectified_flow.errors import UsageError
 from rectified_flow.system.files import printable
 from rectified_flow.system.pictures import IMAGE_SUFFIXES, PLUGIN_HINT, content_of, open_picture
+from rectified_flow.system.terminal import warn_once
 
+SILENT_LISTING = 5.0  # time after which a line says that the files of a folder are still being listed [s]
 BYPRODUCTS = {
     *("@eadir", "@recycle", "@recently-snapshot", "@__thumb", "@tmp", "#recycle", "#snapshot", "$recycle.bin"),
     *("recycler", "system volume information", "__macosx", "lost+found", "network trash folder", "temporary items"),
@@ -209,11 +213,15 @@ def find_files(folder: Path, left_out: list[Path] | None = None) -> list[Path]:
     """
     files, visited, unreadable = list[Path](), set[str](), list[OSError]()
     other = [] if left_out is None else left_out
+    silent_until = monotonic() + SILENT_LISTING
     for parent, folders, names in os.walk(folder, followlinks=True, onerror=unreadable.append):
         if (real := os.path.realpath(parent)) in visited:
             folders.clear()
             continue
         visited.add(real)
+        if monotonic() > silent_until:
+            warn_once(f"still listing the files of {folder}, now in {parent}: Ctrl-C stops it")
+            silent_until = inf
         other += [Path(parent, name) for name in folders if is_byproduct(name)]
         other += [path for name in names if is_byproduct(name) and is_image(path := Path(parent, name))]
         kept = [name for name in folders if not is_byproduct(name)]
