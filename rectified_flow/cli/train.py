@@ -36,12 +36,12 @@ from rectified_flow.flows.flow import Flow
 from rectified_flow.parts import name_of
 from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
-from rectified_flow.runs.folder import DATA_SHEET, check_start, describe_run, write_config
+from rectified_flow.runs.folder import CLOCK_FILE, DATA_SHEET, check_start, describe_run, write_config
 from rectified_flow.runs.training_config import TrainingConfig
 from rectified_flow.spaces.space import Space, with_augmentation
 from rectified_flow.system.files import replace_file, writing
 from rectified_flow.system.terminal import line, lines, paragraph
-from rectified_flow.training.clock import CLOCK_FILE, Clock
+from rectified_flow.training.clock import Clock
 from rectified_flow.training.evaluations import Callback, EvaluationHook, HeldOutHook
 from rectified_flow.training.sheet import DataSheet, DataSheetHook
 from rectified_flow.training.speed import Speed, summarize

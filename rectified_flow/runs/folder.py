@@ -53,7 +53,8 @@ RunState = Literal["running", "finished", "interrupted", "failed"]
 STATUS_FILE, SAMPLES, LOCK = "status.json", "samples", "run"
 LOGS = ("metrics.jsonl", "metrics.old.jsonl", "bad_steps.jsonl", "bad_steps.old.jsonl")
 DATA_SHEET = "data.png"
-RUN_FILES = (CONFIG_FILE, STATUS_FILE, DATA_SHEET, "loss.png", SAMPLES, *LOGS)
+CLOCK_FILE = "clock.json"
+RUN_FILES = (CONFIG_FILE, STATUS_FILE, CLOCK_FILE, DATA_SHEET, "loss.png", SAMPLES, *LOGS)
 """Files and folders that every run writes into its output folder."""
 
 

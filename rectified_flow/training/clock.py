@@ -17,10 +17,10 @@ from typing import Annotated, NamedTuple
 from pydantic import Field
 
 from rectified_flow.errors import DamageError
+from rectified_flow.runs.folder import CLOCK_FILE
 from rectified_flow.system.artifact import Natural, write_output
 from rectified_flow.system.files import read_document
 
-CLOCK_FILE = "clock.json"
 MARKS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95)
 """Shares of the time at which the run is compared with the clock."""
 FEW_STEPS = 10

@@ -21,13 +21,13 @@ from rectified_flow.errors import UsageError
 from rectified_flow.flows.flow import Flow
 from rectified_flow.networks.network import to_device
 from rectified_flow.runs import checkpoint
-from rectified_flow.runs.folder import data_description
+from rectified_flow.runs.folder import CLOCK_FILE, data_description
 from rectified_flow.runs.run import Run
 from rectified_flow.runs.training_config import MixedPrecision, TrainingConfig
 from rectified_flow.system.pictures import to_grid
 from rectified_flow.system.signals import defer_signals, stop_requested
 from rectified_flow.system.terminal import duration, line, progress_bar
-from rectified_flow.training.clock import CLOCK_FILE, Clock, Pace
+from rectified_flow.training.clock import Clock, Pace
 from rectified_flow.training.evaluations import Callback, draw_preview
 from rectified_flow.training.loader import checked, explain_loader_errors, load, paired
 from rectified_flow.training.optimizers import BuildOptimizer, LrSchedule, build_schedule, find_optimizer

@@ -6,8 +6,9 @@ from unittest.mock import patch
 
 import pytest
 
+from rectified_flow.runs.folder import CLOCK_FILE
 from rectified_flow.training import clock as clock_module
-from rectified_flow.training.clock import CLOCK_FILE, PAUSE, Clock, Pace
+from rectified_flow.training.clock import PAUSE, Clock, Pace
 from rectified_flow.training.optimizers import build_schedule
 from rectified_flow.training.trainer import Trainer
 from tests.training.runs import assert_same_bytes, build_trainer, metrics, tiny_config, tiny_dataset
