@@ -27,7 +27,7 @@ batch_size global_batch_size gradient_accumulation_steps train_num_steps num_epo
 learning_rate lr_warmup_steps lr_decay max_grad_norm mixed_precision ema_decay seed compile output_dir
 checkpoint_dir resume resume_from_checkpoint save_every
 keep_checkpoints sample_every num_samples sample_steps log_every log_with rank_timeout num_workers
-evaluate_every evaluation_samples feature_network stop_when_memorising
+evaluate_every evaluate_metric evaluation_samples feature_network stop_when_memorising
 import config budget one_step dry_run
 """
 
