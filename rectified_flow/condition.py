@@ -318,9 +318,9 @@ def with_point(text: str) -> str:
 
 
 def without_unit(texts: Sequence[str]) -> tuple[list[str], str]:
-    """Return texts without the unit that follows the number in each of them, or precedes it; the unit is the second.
+    """Return texts without the unit that follows or precedes the number in each of them, and the unit.
 
-    The unit is empty, and the texts are as they were, unless all but the missing ones have the same.
+    The texts are returned unchanged, with an empty unit, unless all texts but the missing ones have the same unit.
     """
     known = [text for text in texts if text.lower() not in MISSING]
     found = [MEASURED.fullmatch(text) for text in known]

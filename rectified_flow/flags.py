@@ -54,7 +54,7 @@ class Rule:
     choice: str = ""
     """The choice that this flag and others make together: a plan sets none of them if one is given."""
     stands_for: str = ""
-    """Argument of messages that the flag sets in its program, if it has another name there."""
+    """Name of the argument in messages, if it differs from the name of the flag."""
     fixes_size: bool = False
     """A plan does not choose the size of the pictures if the flag is given."""
 

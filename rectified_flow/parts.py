@@ -48,7 +48,7 @@ class Choice:
             raise UsageError(f"{quoted(self.flag)} {name} cannot be built ({first_line(error)})") from error
 
     def _check_declared(self, arguments: Mapping[str, Any], inputs: int) -> None:
-        """Check that the target asks for what it cannot do without."""
+        """Check that the target asks for each offered argument that it requires."""
         offers, needed = {} if isinstance(self.role, type) else OFFERS.get(self.role, {}), needs_of(self.target)
         parameters = [*parameters_of(self.target).values()][inputs:]
         required = [each.name for each in parameters if each.default is each.empty and each.name not in arguments]

@@ -12,7 +12,7 @@ _TIME = re.compile(
     rf"(?:({_NUMBER}) *(?:d|days?))? *(?:({_NUMBER}) *(?:h|hrs?|hours?))?"
     rf" *(?:({_NUMBER}) *(?:m|mins?|minutes?))? *(?:({_NUMBER}) *(?:s|secs?|seconds?))?"
 )
-SHORTEST = 1e-3  # half of it is a time, too [s]
+SHORTEST = 1e-3  # shortest time that a budget can have [s]
 
 
 def seconds_of(budget: str) -> float:
@@ -26,7 +26,7 @@ def seconds_of(budget: str) -> float:
 
 
 def with_joined_time(arguments: Sequence[str]) -> list[str]:
-    """Return the words of a command line with those of a time as one word, such as ``--budget 45 min``."""
+    """Return the words of a command line, with the words of a time joined into one, such as ``--budget 45 min``."""
     words, is_time = list[str](), False
     for word in arguments:
         if is_time and words[-1] != "--budget" and not word.startswith("-"):

@@ -1,4 +1,4 @@
-"""Checks of the flags of a run, of its data and of its network, before anything takes long."""
+"""Checks of the flags of a run, of its data and of its network, before any long computation."""
 
 from collections.abc import Collection
 from math import gcd

@@ -77,7 +77,7 @@ def evaluate(config: EvaluateConfig) -> None:
 
 
 def _check_data(trained: Trained, dataset: RealData, state: PartialState) -> None:
-    """Check that all processes read one dataset that fits the flow, and that of the run."""
+    """Check that all processes read one dataset that fits the flow, and warn if it is not that of the run."""
     check_equal(state, lambda: {"the number of pictures": len(dataset), "their fingerprint": dataset.fingerprint})
     check_conditions(trained.flow, trained.source, dataset)
     if (problem := trained.flow.space.medium.misfit(dataset.space.medium)) is not None:

@@ -89,7 +89,7 @@ def _of_pictures(flags: FramedFlags, data: PictureData, source: ImageSource) -> 
 
 
 def _reason_not_to_mirror(columns: Sequence[str], source: ImageSource) -> str | None:
-    """Return the classes or captions of pictures that are false in a mirror image, in words."""
+    """Describe the classes or captions of pictures that are false for a mirror image; None if there are none."""
     wanted = {column.partition("=")[0] for column in columns}
     table = source.read_table() if wanted else {}
     captions = {name: column for name, column in table.items() if name in wanted or "all" in wanted}

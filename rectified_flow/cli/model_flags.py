@@ -109,7 +109,7 @@ class PicturesConfig(Flags):
     strength: Annotated[Strength | None, flag(needs="from_images"), default_is("0.6")] = None
     """Noise level in (0, 1] of --from_images."""
     output_dir: Annotated[Path | None, default_is("the run's folder/generated")] = None
-    """Folder for the images. Those of earlier calls are kept, and the numbers of the files go on."""
+    """Folder for the images. Images of earlier calls are kept, and the file numbers continue."""
     metadata: bool = True
     """Write seed, settings, the model's hash and the IPTC mark of generated pictures into the pictures."""
     like: Annotated[

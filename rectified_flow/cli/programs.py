@@ -47,7 +47,7 @@ def run(main: str, config_class: str, description: str | None, *, in_layers: boo
 
 
 def _flag_of(config_class: str, argument: str) -> str:
-    """Return the flag of an argument that a message names: of this program, or else of that which trains."""
+    """Return the flag of an argument that a message names: of this program, or else of the training program."""
     from rectified_flow.flags import flag_of
 
     if (own := flag_of(resolve_name(config_class), argument)) is not None:

@@ -130,7 +130,7 @@ def check_one_step(run: TrainingConfig, method: Method, distilled: DistillationD
     if distilled is not None:
         _stored_source(distilled)
         store = Artifact(distilled.folder, distilled.kind, ())
-        for place in (store.path, store.stage):  # a file of the user's would be refused after half of the time
+        for place in (store.path, store.stage):  # otherwise a user's file would be refused only after half of the time
             owned_files(place, distilled.kind)
 
 

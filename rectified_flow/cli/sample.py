@@ -44,7 +44,7 @@ from rectified_flow.system.pictures import (
 from rectified_flow.system.terminal import lines, progress_bar
 
 MODEL_GRID = "grid.png"  # beside the card of --save_pretrained
-MAX_LIKE_STEPS = 10_000  # a file of somebody else must not start a run of days
+MAX_LIKE_STEPS = 10_000  # a file of another person must not start days of sampling
 NEAREST = 4  # training pictures beside each sample on the sheet of --nearest
 
 
@@ -58,7 +58,7 @@ class Outputs:
     settings: Provenance | None
     """Settings that all pictures have in common; None without metadata."""
     names: Sequence[str]
-    """Names of the files of the samples, without their ends."""
+    """Names of the files of the samples, without their suffixes."""
     grid: Path
     nearest: Path
 
@@ -167,7 +167,7 @@ def _claim(
     """Create and lock the output folder, and claim the names of files that no earlier call has written there.
 
     Returns:
-        The names of the samples, without ends, and the names of the files of both sheets.
+        The names of the samples, without suffixes, and the names of the files of both sheets.
     """
     given = flags.from_images
     if given is not None and (given if given.is_dir() else given.parent).resolve() == folder.resolve():

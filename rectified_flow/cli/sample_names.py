@@ -1,4 +1,4 @@
-"""Names of the files of sample.py: numbers go on from those of earlier calls, so that no picture is replaced."""
+"""Names of the files of sample.py: numbers continue those of earlier calls, so that no picture is replaced."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -11,7 +11,7 @@ LEADING, TRAILING = re.compile("([0-9]{5,})[-.]"), re.compile("(.*)-([0-9]+)")
 
 @dataclass(frozen=True)
 class Names:
-    """The names of the results of a call, without an end and before they are numbered.
+    """The names of the results of a call, without a suffix and before they are numbered.
 
     Args:
         texts: the part of each name beside its number.
@@ -38,7 +38,7 @@ class Names:
         return max(taken)
 
     def numbered(self, taken: int) -> list[str]:
-        """Return the names if so many numbers are taken, all of the first variant before those of the next."""
+        """Return the names if ``taken`` numbers are in use, all of the first variant before those of the next."""
         if not self.variants:
             digits = max(5, len(str(taken + len(self.texts) - 1)))
             return [f"{number:0{digits}d}{text}" for number, text in enumerate(self.texts, taken)]

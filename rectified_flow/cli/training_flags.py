@@ -66,7 +66,7 @@ class DataConfig(Flags):
     autoencoder: Annotated[Part, flag(local=True, for_pictures=True, fixes_size=True), default_is("none")] = ()
     """Train on latents of an autoencoder: small (in the package), a diffusers folder or hub id, or a registered one."""
     horizontal_flip: bool = True
-    """Mirror half of the training images; by default, not if classes or captions name sides, digits or letters."""
+    """Mirror half of the training images; off by default if classes or captions name sides, digits or letters."""
     augment: Probability = 0.0
     """Probability of each augmentation; the network is conditioned on it. Try 0.15 on small data. Latents are augmented
     with --autoencoder small only."""
@@ -81,9 +81,9 @@ class DataConfig(Flags):
     max_train_samples: Annotated[Positive | None, flag(for_pictures=True, excludes="paired"), default_is("all")] = None
     """Largest number of pictures to use, spread over the dataset, for a quick trial."""
     image_column: Annotated[str, flag(for_pictures=True), default_is("image, if there is one")] = ""
-    """Column of the images of a table with several."""
+    """Column of the images in a table with several columns of images."""
     label_column: Annotated[str, flag(for_pictures=True), default_is("label, if there is one")] = ""
-    """Column of the labels of a table with several."""
+    """Column of the labels in a table with several columns of labels."""
     cache_dir: Annotated[
         Path | None, flag(local=True), default_is("$RECTIFIED_FLOW_CACHE, else ~/.cache/rectified-flow")
     ] = None

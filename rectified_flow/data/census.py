@@ -1,4 +1,4 @@
-"""The faults of pictures that a person should know before training: empty, dark, grey, or nearly equal to another."""
+"""The faults of pictures that a user should know before training: empty, dark, grey, or nearly equal to another."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 Row = NDArray[np.uint8]
 Fields = NDArray[np.float32]
 NOISE = 2  # largest difference of values that count as equal, as JPEG rounds them [levels of 256]
-DARK = 16  # value that all values of a dark picture are below, as of 12 bits in a file of 16 [levels of 256]
+DARK = 16  # all values of a dark picture are below it, as those of 12 bits in a file of 16 bits [levels of 256]
 FIELDS = 8  # fields of each side, by whose mean colours pictures are compared
 TOLERANCE = 3.0  # largest root mean square difference between the fields of nearly equal pictures [levels of 256]
 BANDS, BAND_BITS = 4, 14
@@ -33,7 +33,7 @@ FAULTS: Mapping[str, Callable[[Row], bool]] = {
     f"dark, with no value above {DARK - 1} of 255": lambda row: int(row[:3].max()) < DARK,
     "grey": _is_grey,
 }
-"""Faults of a picture, uint8 ``[c, h, w]``, by their name in a sentence. The first that it has counts."""
+"""Faults of a picture, uint8 ``[c, h, w]``, by their name in a sentence. Only the first fault of a picture counts."""
 
 
 class Census:
@@ -89,7 +89,7 @@ def fields_of(row: Row) -> Fields:
 
 @cache
 def _means(size: int) -> Fields:
-    """Return the matrix ``[8, size]`` that takes the means of 8 parts, of one pixel at least."""
+    """Return the matrix ``[8, size]`` that computes the means of 8 parts, each of at least one pixel."""
     edges = np.linspace(0, size, FIELDS + 1).astype(int)
     places = np.arange(size)
     starts = np.minimum(edges[:-1], size - 1)[:, None]

@@ -34,7 +34,7 @@ MIN_NAMED = 0.01  # least share of captions that name a side: a single "right" a
 
 
 def unmirrored_words(class_names: Sequence[str], captions: Mapping[str, Sequence[object]]) -> str | None:
-    """Return what classes or captions name that is false in a mirror image, in words; None if there is nothing.
+    """Describe the classes or captions that are false for a mirror image; None if there are none.
 
     Args:
         class_names: names of the classes.

@@ -209,7 +209,7 @@ class StoreDataset(Dataset[dict[str, Tensor]]):
         return {name: column.numbers(self._rows_of(indices), draws) for name, column in self.columns.items()}
 
     def sources_of(self, indices: Sequence[int]) -> list[int]:
-        """Return the numbers of the items of :attr:`source` that the items of ``indices`` lead from."""
+        """Return the numbers of the items of :attr:`source` that are the sources of the items ``indices``."""
         if self.source is None:
             return []
         if self.partners is None:

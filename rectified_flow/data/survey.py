@@ -86,7 +86,7 @@ def suits_nearest(image: Image.Image, size: tuple[int, int]) -> bool | None:
     """Return whether an image in RGB is pixel art or a label map that has to be resized without new colours.
 
     These are images of few colours that are enlarged, sprites that were enlarged by a whole number, and images of areas
-    of one colour that are reduced. An image of this size has no preference, nor has one of a single colour.
+    of one colour that are reduced. Returns None for an image of this size or of a single colour.
     """
     colours = image.getcolors(MOST_COLOURS)
     factor = max(size[0] / image.width, size[1] / image.height)

@@ -1,8 +1,8 @@
 """Tables and text files beside pictures: found by the names of the pictures that they contain.
 
 ``metadata.csv`` and ``metadata.jsonl`` have the layout of datasets' ImageFolder: a column ``file_name``, relative to
-the folder of the file, and any others. Without them, any table counts of which a column names pictures. ``NAME.txt``
-beside a picture ``NAME.png`` is its column ``text``. A value that is missing or empty is "none".
+the folder of the file, and any others. Without them, any table with a column of picture names is read. ``NAME.txt``
+beside a picture ``NAME.png`` is its value of the column ``text``. A value that is missing or empty is "none".
 """
 
 import csv
@@ -31,9 +31,9 @@ HEAD, ROWS, NAMED = 65536, 50, 0.5
 """Length of the beginning of a file that shows whether it is a table [bytes], largest number of rows in it, and
 smallest share of rows that name a picture."""
 BOXES = re.compile(r"(\S+ )?(-?\d+(\.\d+)?([eE]-?\d+)?\s+){4,}.*")
-"""A line of numbers, after the name or the number of a class, as of YOLO, DOTA and KITTI."""
+"""A line of numbers, after the name or the number of a class, as in labels of YOLO, DOTA and KITTI."""
 
-Value = Any  # a text, or what JSON has
+Value = Any  # a text, or any value of JSON
 Row = dict[str, Value]
 Columns = dict[str, list[Value]]
 
@@ -60,8 +60,8 @@ def _base_stem(path: str) -> str:
 Key = Callable[[str], str]
 RULES: tuple[tuple[Key, Key], ...] = ((str, str), (_folded, _folded), (_stem, _folded), (_stem, _stem))
 BASE_RULES: tuple[tuple[Key, Key], ...] = ((_base, _base), (_base_stem, _base), (_base_stem, _base_stem))
-"""How a name is compared, the strictest first: what is taken of the path of a picture, and what of the name. The names
-of the second list are without a folder."""
+"""Rules for comparing names, the strictest first: a key of the path of a picture, and a key of the name. The names of
+the second list are without a folder."""
 
 
 class PictureNames:
@@ -72,7 +72,7 @@ class PictureNames:
         self._tables = dict[Key, dict[str, int | None]]()
 
     def _table(self, key: Key) -> dict[str, int | None]:
-        """Return the number of each picture by a key; None for a key of several."""
+        """Return the number of each picture by a key; None for a key that several pictures have."""
         if key not in self._tables:
             table = self._tables[key] = {}
             for number, path in enumerate(self.paths):
@@ -119,7 +119,7 @@ def read_metadata(everything: Sequence[Path], files: Sequence[Path], root: Path,
 def _columns_of(
     path: Path, rows: Sequence[Row], names: PictureNames, count: int, notes: list[str], *, is_only: bool
 ) -> Columns:
-    """Return the columns of a table, of which a picture may have several rows with a caption each."""
+    """Return the columns of a table, in which a picture may have several rows with one caption each."""
     cells = defaultdict[str, dict[int, list[Value]]](lambda: defaultdict(list))
     known, absent = set[int](), list[object]()
     for values in rows:
@@ -158,7 +158,7 @@ def _are_texts(values: Sequence[Value]) -> bool:
 
 
 def _tables_among(everything: Sequence[Path], names: PictureNames) -> dict[Path, list[Row]]:
-    """Return the rows of tables of which a column names pictures, under the name ``file_name``."""
+    """Return the rows of tables with a column of picture names, under the name ``file_name``."""
     stems = {os.path.splitext(path)[0] for path in names.paths}
     tables = dict[Path, list[Row]]()
     for path in everything:
@@ -181,7 +181,7 @@ def _head_of(path: Path) -> str:
 def _layout_of(head: str, names: PictureNames, folder: Path) -> tuple[str, int, list[str] | None] | None:
     """Return the separator of a table, the column that names pictures, and the names of columns if it has no header.
 
-    None stands for a text that is no such table.
+    Returns None if the text is not a table that names pictures.
     """
     for separator in f"{SEPARATORS}|":
         first, rows = list[str](), list[list[str]]()
@@ -204,7 +204,7 @@ def _named(values: Sequence[str], names: PictureNames, folder: Path) -> float:
 
 
 def _foreign_rows(text: str, separator: str, column: int, header: list[str] | None) -> Iterator[Row]:
-    """Yield the rows of a table of which a column names pictures."""
+    """Yield the rows of a table with a column of picture names."""
     reader = csv.reader(io.StringIO(text), delimiter=separator)
     names = next(reader) if header is None else header
     titles = [FILE_NAME if at == column else name.strip() or f"column_{at + 1}" for at, name in enumerate(names)]

@@ -46,7 +46,7 @@ class Evaluator:
         batch_size: samples that each process generates at once.
         held_out: data of the same kind that were not trained on, if there are any.
         metrics: names of registered metrics (:mod:`rectified_flow.evaluation.distances`) and of :data:`Score`.
-        medium: medium of the flows, whose autoencoder, if there is one, the copies of training data pass, too.
+        medium: medium of the flows; to find copies, its autoencoder, if any, encodes and decodes the data.
 
     Raises:
         UsageError: if the feature network is unavailable, or a metric is not registered.

@@ -114,7 +114,7 @@ def read_field(file: Path, channels_last: bool | None) -> tuple[Array, FieldForm
 
 
 def refuse_stack(shape: tuple[int, ...]) -> None:
-    """Refuse an array ``[n, h, w]`` that is rather a stack of squares than one field with many channels.
+    """Refuse an array ``[n, h, w]`` that is more likely a stack of square fields than one field with many channels.
 
     Raises:
         ValueError: with both readings, and what to do for each.

@@ -25,7 +25,7 @@ class Network(nn.Module):
     """Whether the network is faster with its weights and activations in channels-last order, where matrix units are."""
 
     gradient_checkpointing: bool | None = None
-    """Whether the backward pass computes activations again instead of keeping them; None if the network cannot."""
+    """Whether the backward pass computes activations again instead of keeping them; None if this is not supported."""
 
     @classmethod
     def sized_for(cls, width: int, sides: Sequence[int]) -> dict[str, Any]:

@@ -99,7 +99,7 @@ class Medium:
         return ""
 
     def reconstructed(self, pictures: Tensor) -> Tensor:
-        """Return pictures, uint8 ``[b, 3, h, w]``, as the flow sees them: decoded from their latents, if it has such.
+        """Return pictures, uint8 ``[b, 3, h, w]``, as the flow sees them: decoded from latents, if it uses latents.
 
         A copy of a training picture by the flow is like its reconstruction, which may differ much from the picture.
         """

@@ -1,7 +1,7 @@
 """The colours of picture files, converted to sRGB.
 
 A file declares its colours by an ICC profile, by the chunks gAMA and cHRM of PNG, or by the tags of cameras for Adobe
-RGB. Profiles are compared with sRGB by the colours that they give, since a name proves nothing: GIMP's linear profile
+RGB. Profiles are compared with sRGB by the colours that they give, since names are unreliable: GIMP's linear profile
 is called "GIMP built-in Linear sRGB". Without a declaration, the colours are those of sRGB.
 """
 

@@ -61,7 +61,7 @@ def locked(
 
 
 def _acquired(lock: FileLock, busy: str, timeout: float) -> AbstractContextManager[object]:
-    """Acquire a lock, and print a line if that takes longer than a moment; a Timeout after ``timeout`` seconds."""
+    """Acquire a lock, and print a line if that takes longer than a second; raise Timeout after ``timeout`` seconds."""
     if 0 <= timeout <= SILENT_WAIT:
         return lock.acquire(timeout=timeout)
     with suppress(Timeout):

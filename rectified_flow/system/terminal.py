@@ -64,7 +64,7 @@ def progress_bar(**arguments: Any) -> "tqdm[Any]":
 
 @contextmanager
 def at_least_wide(columns: int) -> Iterator[None]:
-    """Let libraries find a terminal of at least so many columns: tyro never ends its help in a few of them."""
+    """Give libraries a terminal of at least ``columns`` columns: with few columns, tyro's help does not terminate."""
     given = os.environ.get("COLUMNS")
     if shutil.get_terminal_size().columns >= columns:
         yield

@@ -1,7 +1,7 @@
-"""The time that a run is given: how many steps fit into it, and how the plan of the run stretches to so many steps.
+"""The time that a run is given: how many steps fit into it, and how the plan of the run is scaled to this number.
 
-A plan chooses the number of steps from a speed that was measured before the run begins. Other programs make a machine
-slower later, and faster again. So the main process compares the run with the clock at some shares of the time, and
+A plan chooses the number of steps from a speed that was measured before the run begins. Other programs may later
+make the machine slower or faster. So the main process compares the run with the clock at fixed shares of the time, and
 changes the number of steps when the end would be too early or too late. Each change is written to ``clock.json`` before
 it takes effect, so that a run that is killed and resumed repeats it at the same step.
 """
@@ -64,7 +64,7 @@ class Pace:
         return self._segment(step)[2]
 
     def _segment(self, step: float) -> tuple[int, float, float]:
-        """Return the begin of a segment, its position in the plan, and how fast the position changes with the step."""
+        """Return the first step of a segment, its position in the plan, and the change of the position by one step."""
         begin, position, stretch = 0, 0.0, 1.0
         for change, total in self.changes[: bisect(self.changes, step, key=lambda each: each[0])]:
             position += (change - begin) * stretch
@@ -136,7 +136,7 @@ class Clock:
         return time.monotonic() - self._began
 
     def pace(self, planned: int) -> Pace:
-        """Return the pace of a run whose plan has so many steps."""
+        """Return the pace of a run whose plan has ``planned`` steps."""
         return Pace(planned, self.changes)
 
     def write(self, folder: Path, planned: int, *, durable: bool = True) -> None:
@@ -147,11 +147,11 @@ class Clock:
     def tick(self, step: int, total: int) -> bool:
         """Count a step of ``total`` steps that is done, and return whether to compare the run with the clock now.
 
-        That is at some shares of the time, and after half of the remaining steps: on a machine that has become faster,
-        all of them might be over before the next share.
+        Runs are compared at fixed shares of the time, and after half of the remaining steps: on a machine that has
+        become faster, all of these steps might be over before the next share.
         """
         now = _Step(step, time.monotonic(), time.process_time())
-        if not self._done:  # the first step may compile something, and is measured by nothing
+        if not self._done:  # the first step may compile, and has no start to measure it from
             self._done = [now, now]
             return False
         compared, last = self._done
@@ -167,7 +167,7 @@ class Clock:
         return not repeats and (is_halfway or self._marks(now.time) > self._marks(compared.time))
 
     def compare(self, pace: Pace) -> Pace:
-        """Return the pace with which the run ends in time: another one if the end would be too early or too late.
+        """Return the pace with which the run ends in time: a new pace if the end would be too early or too late.
 
         The last step is taken to be as long as the longest one so far, which had a preview and a checkpoint, too.
         """
@@ -183,7 +183,7 @@ class Clock:
         return self.pace(pace.planned)
 
     def _marks(self, when: float) -> int:
-        """Return the number of marks before a time of the monotonic clock."""
+        """Return the number of :data:`MARKS` before a time of the monotonic clock."""
         return bisect(MARKS, (when - self._began) / self.seconds)
 
 

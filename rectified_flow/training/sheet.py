@@ -1,6 +1,6 @@
 """The sheet of the data of a run: pictures as the network gets them in its first steps, and words about all pictures.
 
-A person looks at ``data.png`` before a run takes hours. Crops, mirror images and augmentations are those of the first
+A user can check ``data.png`` before a run takes hours. Crops, mirror images and augmentations are those of the first
 steps; latents are decoded by their autoencoder, and transparency is shown on a chequered ground.
 """
 

@@ -29,7 +29,7 @@ class Fitted(NamedTuple):
     size: tuple[int, int]
     """Width and height of the image [px]."""
     remarks: tuple[str, ...] = ()
-    """Properties of the image that a person should know, as ends of "pictures are ..."."""
+    """Properties of the image that a user should know about, as ends of "pictures are ..."."""
 
 
 class PictureRows:
@@ -77,7 +77,7 @@ class ImageSource(ABC):
     class_names: Sequence[str] = ()
     """Class names by label; empty if the images have no labels."""
     notes: Sequence[str] = ()
-    """Sentences about the images that a person should know, such as which files are not read. A source may add to them
+    """Sentences that a user should know about the images, such as which files are not read. A source may add to them
     until its images are decoded; the store then keeps them (:attr:`rectified_flow.data.store.StoreInfo.notes`)."""
 
     @abstractmethod

@@ -239,8 +239,8 @@ def is_byproduct(name: str) -> bool:
 def files_fingerprint(folder: Path, files: Sequence[Path]) -> str:
     """Hash the place of ``folder``, the path of each file in it, its size and its times, and parts of some contents.
 
-    The time of the last change of status is among the times: unlike the time of modification, no program sets it. The
-    contents are for file systems that keep no such time. Only some files are opened, since opening each of 200,000
+    The time of the last change of status is among the times: unlike the time of modification, programs cannot set it.
+    The contents are for file systems that keep no such time. Only some files are opened, since opening each of 200,000
     files takes minutes on a disk or a network file system whose cache is cold.
     """
     digest, regular, beginning = blake2b(os.fsencode(os.path.realpath(folder)), digest_size=16), [], f"{folder}{os.sep}"

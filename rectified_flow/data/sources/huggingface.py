@@ -34,7 +34,7 @@ class HuggingFaceSource(ImageSource):
         source: a hub id, or a local folder that was written by ``save_to_disk`` or contains Parquet files.
         split: name of the split to read. A dataset without a split ``train`` that has only one split is read anyway.
         image_column: column of the images; by default one with a conventional name, or else the first.
-        label_column: column of the labels; by default one with a conventional name, or else the first of classes.
+        label_column: column of the labels; by default one with a conventional name, else the first column of classes.
     """
 
     notes: list[str]
@@ -88,7 +88,7 @@ class HuggingFaceSource(ImageSource):
         return open_picture(content), -1 if label is None else self._class_of(int(label))
 
     def _class_of(self, value: int) -> int:
-        """Return the class of a value of the column of labels; an impossible one as it is."""
+        """Return the class of a value of the column of labels; an invalid value is returned unchanged."""
         is_named = hasattr(self._rows.features[self._label_column], "names")
         return value if is_named or value < 0 else self._numbers[value]
 

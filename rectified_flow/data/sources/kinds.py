@@ -1,4 +1,4 @@
-"""Tables of the kinds of files and folders that are not trained on, or not as they are called, by their names.
+"""Tables of names of files and folders that are left out of training, or that differ from the names of their classes.
 
 A new kind is a row here and a row in ``tests/data/test_kinds.py``.
 """
@@ -27,7 +27,8 @@ COMPANIONS = {
     **dict.fromkeys(("conditioning", "conditioning_images", "conditioning_image", "control"), "conditioning"),
     **dict.fromkeys(("thumbnails", "thumbs", "previews", "log", "logs", "model", "models", "sample"), "previews"),
 }
-"""Subfolders with what belongs to the pictures beside them, in lower case, and what it is; none are classes."""
+"""Subfolders with files that belong to the pictures beside them, in lower case, and a noun for the files. None of these
+subfolders is a class."""
 PICTURES = {
     *("image", "images", "img", "imgs", "jpegimages", "pictures", "photos"),
     *("instance_images", "instance_data", "instance_dir"),
