@@ -303,6 +303,9 @@ def tiny(name: str, flags: list[str]) -> list[str]:
         return [*flags, "--num_samples", "2", "--steps", "1"]
     if name == "evaluate.py":
         return [*flags, *TINY_EVALUATION.split()]
+    if "--dataset" in flags:  # other pictures take its place
+        at = flags.index("--dataset")
+        flags = flags[:at] + flags[at + 2 :]
     more = [words for flag, words in TINY_IF_GIVEN.items() if flag in flags]
     length = [] if {"--num_epochs", "--budget"} & set(flags) else ["--train_num_steps", "2"]
     return [*flags, *TINY_TRAINING.split(), *length, *" ".join(more).split()]

@@ -23,6 +23,7 @@ from rectified_flow.flows.flow_map import FlowMap
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.load import load_flow, read_trained
 from rectified_flow.runs import checkpoint
+from rectified_flow.training.evaluations import default_guidance
 from tests.contract.kinds import KINDS, LAST, MIDDLE, Runs, sample
 from tests.programs import program, quick_program
 from tests.ranks import run_on_ranks
@@ -108,7 +109,8 @@ def distance_of_colours(runs: Runs) -> float:
     trained = read_trained(checkpoint.resolve(runs.one))
     real, held_out, _ = real_data(trained)
     evaluator = Evaluator(real, "efficientnet_lite0", num_samples=runs.kind.samples, held_out=held_out, metrics=())
-    pictures = real.read_pictures(range(len(real))), *evaluator.sampled(trained.flow, range(runs.kind.samples), steps=2)
+    how = {"steps": 2, **default_guidance(trained.flow)}
+    pictures = real.read_pictures(range(len(real))), *evaluator.sampled(trained.flow, range(runs.kind.samples), **how)
     one, other = (F.adaptive_avg_pool2d(each.double(), 8).flatten(1) / 64 for each in pictures)
     roots = [(each - each.mean(dim=0)) / (len(each) - 1) ** 0.5 for each in (one, other)]
     covariances = [root.T @ root for root in roots]

@@ -119,7 +119,7 @@ def test_what_is_not_masked_stays_to_the_bit(name: str, kind_runs: Callable[[str
     mask = np.zeros((SIDE, SIDE), dtype=np.uint8)
     mask[:, SIDE // 2 :] = 255
     write_png(tmp_path / "mask.png", mask)
-    write_png(tmp_path / "other.png", np.zeros((SIDE + 1, SIDE), dtype=np.uint8))
+    write_png(tmp_path / "other.png", np.full((SIDE + 1, SIDE), 255, dtype=np.uint8))
     flags = f"--from_images {known} --num_samples 2 --steps 2 --variants 2 --mask {tmp_path}"
     assert runs.call("sample.py", f"{flags}/mask.png", tmp_path / "made") == ""
     first, second = (pixels(tmp_path / f"made/01-{variant}.png") for variant in (1, 2))
