@@ -14,7 +14,7 @@ install: $(READY)  ## create .venv and install requirements.txt
 
 demo: $(READY)  ## train on drawn flowers and open the exported page; about 10 minutes on 2 CPU cores (NO_OPEN=1: only export)
 	$(call install_into_venv,-e ".[export]")
-	$(BIN)/rectified-flow train --dataset synthetic-flowers --image_size 128 --autoencoder small --init_from starter --budget 7m --one_step --output_dir runs/demo
+	$(BIN)/rectified-flow train --dataset synthetic-flowers --image_size 128 --autoencoder small --init_from starter --max_train_samples 1500 --budget 8m --one_step --output_dir runs/demo
 	$(BIN)/rectified-flow export --checkpoint runs/demo/one-step --format page $(if $(NO_OPEN),,--open)
 
 test: $(READY_DEV)  ## run the tests

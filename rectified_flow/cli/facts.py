@@ -215,13 +215,23 @@ def round_trip_error(source: ImageSource, data: DataConfig) -> float:
     return on_main(PartialState(), measure)
 
 
-def readable(source: ImageSource, data: DataConfig, budget: str) -> dict[str, int]:
+def encoding_time(data: DataConfig) -> float:
+    """Return the time in which this process makes what a store keeps of a picture, and of its mirror image [s]."""
+    medium = build_space(data).medium
+    medium.prepare(torch.device("cpu"))
+    pictures = torch.zeros(TRIED // 2, *data.framing.shape, dtype=torch.uint8)
+    began = time.monotonic()
+    medium.stored(pictures)
+    return (time.monotonic() - began) / len(pictures) * (1 + data.horizontal_flip)
+
+
+def readable(source: ImageSource, data: DataConfig, seconds: float) -> dict[str, int]:
     """Return the number of pictures to read, as a flag, if all would take too much of the time. Collective.
 
     Args:
         source: the pictures.
         data: the flags of the pictures.
-        budget: the time of the run in words.
+        seconds: the time of the run [s].
     """
     framing, numbers = data.framing, source.numbers_without(data.exclude, data.max_train_samples)
 
@@ -237,9 +247,9 @@ def readable(source: ImageSource, data: DataConfig, budget: str) -> dict[str, in
         began = time.monotonic()
         with ThreadPoolExecutor(processors()) as pool:
             [*pool.map(decode, some)]
-        return (time.monotonic() - began) / len(some)
+        return (time.monotonic() - began) / len(some) + encoding_time(data)
 
-    each, room = on_main(PartialState(), picture_time), READING_SHARE * seconds_of(budget)
+    each, room = on_main(PartialState(), picture_time), READING_SHARE * seconds
     if not numbers or each * len(numbers) <= room:
         return {}
     count = max(1, int(room / each))

@@ -30,7 +30,7 @@ from rectified_flow.errors import UsageError
 from rectified_flow.evaluation import scores  # noqa: F401 -- it registers scores
 from rectified_flow.evaluation.evaluator import METRICS, Evaluator
 from rectified_flow.evaluation.features import RenderedItems
-from rectified_flow.evaluation.heldout import HeldOutPictures, Split, hold_out
+from rectified_flow.evaluation.heldout import MAX_PICTURES, MIN_HELD_OUT, TIMES, HeldOutPictures, Split, hold_out
 from rectified_flow.flags import recorded, refuse, rules_of
 from rectified_flow.flows.flow import Flow
 from rectified_flow.parts import name_of
@@ -268,7 +268,8 @@ def with_pictures(
     )
     settings = settings.resolving(chosen)
     if budget is not None and {"max_train_samples", "paired"}.isdisjoint(settings.given):
-        settings = settings.with_layer("plan", facts.readable(source, settings.values.data, budget))
+        whole = seconds_of(budget) * (2 if values.program.one_step else 1)  # both runs need the pictures
+        settings = settings.with_layer("plan", facts.readable(source, settings.values.data, whole))
     return settings, notes
 
 
@@ -306,7 +307,7 @@ def with_plan(
         conditions: the conditions of the items.
         space: the space of the data.
     """
-    values, distilled = settings.values, distillation_of(settings.values)
+    values, distilled, elapsed = settings.values, distillation_of(settings.values), facts.seconds_since(settings.began)
     if budget is None:
         items = _items_of(distilled, count)
         facts.print_speed(values.run, speed_of(settings, conditions, space), items)
@@ -328,7 +329,7 @@ def with_plan(
         fixed,
         pictures=count,
         time=budget,
-        spent=facts.seconds_since(settings.began),
+        spent=elapsed / (2 if values.program.one_step else 1),  # both runs need the pictures
         augmentable=can_augment(space),
         sides=(space.shape or values.data.framing.shape)[1:],
         network=network.target,
@@ -339,7 +340,7 @@ def with_plan(
         known, lambda trial: speed_of(settings.resolving(plan.settings_of(known, trial)), conditions, space)
     )
     PartialState().print(lines(made.reasons))
-    clock = Clock(known.spent + known.seconds, made.most_steps, began=settings.began)
+    clock = Clock(elapsed + known.seconds, made.most_steps, began=settings.began)
     return settings.resolving(made.settings), clock
 
 
@@ -450,8 +451,11 @@ def build_heldout_hook(
     total = run.total_steps(batch, len(training))
     often = max(1, total // MEASUREMENTS)
     every = config.evaluate_every or min(run.save_every or often, often)
-    pictures = HeldOutPictures(training, held_out, run.seed)
-    if not config.evaluate_every and not config.stop_when_memorising:
-        # In a step, the backward pass costs twice as much as the forward pass.
-        every = max(every, ceil(pictures.passes / (3 * batch.total * MEASURED_SHARE)))
-    return HeldOutHook(pictures, every, stops=config.stop_when_memorising)
+    if config.evaluate_every or config.stop_when_memorising:
+        return HeldOutHook(HeldOutPictures(training, held_out, run.seed), every, stops=config.stop_when_memorising)
+    # In a step, the backward pass costs twice as much as the forward pass. A short run measures at least twice: before
+    # its first step, and after the last one.
+    passes = 3 * batch.total * total * MEASURED_SHARE / 2
+    most = min(MAX_PICTURES, max(MIN_HELD_OUT, int(passes / (2 * TIMES))))
+    pictures = HeldOutPictures(training, held_out, run.seed, most)
+    return HeldOutHook(pictures, max(every, ceil(pictures.passes / (3 * batch.total * MEASURED_SHARE))), stops=False)

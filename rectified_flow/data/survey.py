@@ -122,8 +122,8 @@ def _purity(values: NDArray[np.int32], side: int) -> float:
     return float(is_pure[~is_background].mean()) if (~is_background).any() else 1.0
 
 
-CHANNEL = re.compile(r"(?<=[_\- .])(?:c|ch|channel|w|wavelength)[_-]?0*(\d{1,2})(?=[_\- .]|$)", re.IGNORECASE)
-"""The number of a channel in the name of a file, as microscopes write it: ``A_C0.tif``, ``A_ch00.tif``."""
+CHANNEL = re.compile(r"(?<=[_\- .])(?:c|ch|channel|w|wavelength|b)[_-]?0*(\d{1,2}a?)(?=[_\- .]|$)", re.IGNORECASE)
+"""The number of a channel in the name of a file, as of microscopes and satellites: ``A_ch00.tif``, ``A_B02.tif``."""
 MIN_OF_CHANNELS = 0.9  # least share of files that belong to such groups
 
 

@@ -119,13 +119,14 @@ class HeldOutPictures:
         training: the training pictures, or their latents.
         held_out: the held-out pictures of the same kind.
         seed: seed of the noise and of the choice of pictures.
+        most: largest number of the held-out pictures that are measured.
 
     Attributes:
         count: number of the held-out pictures that are measured.
     """
 
-    def __init__(self, training: StoreDataset, held_out: StoreDataset, seed: int) -> None:
-        self.count = min(len(training), len(held_out), MAX_PICTURES)
+    def __init__(self, training: StoreDataset, held_out: StoreDataset, seed: int, most: int = MAX_PICTURES) -> None:
+        self.count = min(len(training), len(held_out), most)
         self.seed = seed
         places, keys = np.arange(self.count), [randomness.mix(seed, "held-out pictures")]
         chosen = [each.subset(permuted(places, len(each), keys)) for each in (held_out, training)]

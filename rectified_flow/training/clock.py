@@ -23,6 +23,8 @@ from rectified_flow.system.files import read_document
 
 MARKS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95)
 """Shares of the time at which the run is compared with the clock."""
+LEAST_STEPS = 4
+"""Number of steps between two comparisons: the time of fewer is too uncertain."""
 FEW_STEPS = 10
 """Number of last steps that do not change any more, however fast they are."""
 TOLERANCE = 0.04
@@ -164,7 +166,9 @@ class Clock:
         self._done = [compared, now]
         repeats = bool(self.changes) and step <= self.changes[-1][0]  # the run was killed after that change
         is_halfway = total > step + FEW_STEPS and 2 * step >= compared.step + total
-        return not repeats and (is_halfway or self._marks(now.time) > self._marks(compared.time))
+        if repeats or step < compared.step + LEAST_STEPS:
+            return False
+        return is_halfway or self._marks(now.time) > self._marks(compared.time)
 
     def compare(self, pace: Pace) -> Pace:
         """Return the pace with which the run ends in time: a new pace if the end would be too early or too late.

@@ -287,6 +287,6 @@ def test_a_run_reads_what_a_third_of_its_time_allows(budget: str, is_limited: bo
     """Decoding 4,000 pictures takes 100 s or so on two cores, and less with more."""
     data = DataConfig(image_size=8, cache_dir=tmp_path)
     with patch.object(facts, "processors", lambda: 2):
-        flags = facts.readable(Slow([(16, 16)] * 4000), data, budget)
+        flags = facts.readable(Slow([(16, 16)] * 4000), data, seconds_of(budget))
     assert bool(flags) == is_limited
     assert 1 <= flags.get("max_train_samples", 1) < 4000

@@ -415,3 +415,12 @@ def test_a_folder_that_takes_long_to_list_is_named(
     monkeypatch.setattr(folder_module, "SILENT_LISTING", -1)
     assert find_files(tmp_path) == []
     assert f"warning: still listing the files of {tmp_path}" in "".join(capfd.readouterr())
+
+
+def test_files_of_unknown_formats_are_named(tmp_path: Path) -> None:
+    """A person takes them for pictures: a cache without suffixes, downloads, files of other programs."""
+    picture(tmp_path / "a.png")
+    for name in ("b", "c.jpg_large", "d.pef", "e.pef", "labels.json", "notes.txt"):
+        (tmp_path / name).write_bytes(b"?")
+    kinds = "2 .pef, 1 without a suffix, 1 .jpg_large, 1 .json"
+    assert FileFolder(tmp_path).notes == [f"left out 5 files of unknown formats ({kinds}), such as b"]

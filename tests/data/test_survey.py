@@ -131,7 +131,7 @@ def test_a_crop_that_keeps_less_than_half_is_said(framing: Framing, kept: float,
     save(tmp_path / "pics", "wide.png", noise(40, 2000, 3))
     assert framing.kept(2000, 40) == pytest.approx(kept)
     notes = opened(tmp_path / "pics", framing).info.notes
-    said = "1 picture is cropped to less than half of the area (`aspect_ratio` and `crop` none keep more), such as"
+    said = "1 picture is cropped to half of the area or less (`aspect_ratio` and `crop` none keep more), such as"
     assert any(note.startswith(said) for note in notes) == is_said
     assert Framing(8, 8).kept(3, 2) == pytest.approx(2 / 3)
 

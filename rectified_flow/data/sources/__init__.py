@@ -16,9 +16,9 @@ from rectified_flow.system.pictures import decoded, framed, is_grey, is_wholly_t
 
 Row = np.ndarray[Any, np.dtype[Any]]
 TRANSPARENT = "wholly transparent"
-TOO_WIDE = "cropped to less than half of the area (`aspect_ratio` and `crop` none keep more)"
+TOO_WIDE = "cropped to half of the area or less (`aspect_ratio` and `crop` none keep more)"
 COLOURED = "coloured, but trained on in grey because of `grey`"
-MIN_KEPT = 0.5  # share of the area of a picture below which its crop is reported
+MIN_KEPT = 0.5  # share of the area of a picture up to which its crop is reported
 
 
 class Fitted(NamedTuple):
@@ -46,7 +46,7 @@ class PictureRows:
         image = decoded(image, None if is_nearest else 2 * max(framing.stored_size), framing.bits)
         remarks = {
             TRANSPARENT: is_wholly_transparent(image),
-            TOO_WIDE: framing.kept(*size) < MIN_KEPT,
+            TOO_WIDE: framing.kept(*size) <= MIN_KEPT,
             COLOURED: framing.grey and not is_grey(image),
         }
         mode = "L" if framing.grey else "RGBA" if framing.alpha else "RGB"

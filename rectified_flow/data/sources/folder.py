@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from hashlib import blake2b
@@ -40,6 +40,11 @@ SAMPLED, BLOCK = 256, 4096
 """Largest number of files whose contents are part of the fingerprint of a folder, and size of a part [bytes]."""
 
 
+UNREMARKABLE = {*TABLE_SUFFIXES, *TEXT_SUFFIXES, ".jsonl", ".db", ".ini", ".md", ".htm", ".html", ".log", ".lock"}
+"""Suffixes of files beside pictures that are read, or that a person does not take for pictures."""
+SHOWN_SUFFIXES = 4  # number of unknown suffixes in a note, the most frequent first
+
+
 class FileFolder(ImageSource):
     """All pictures below ``path``; a subclass reads files of another kind.
 
@@ -64,8 +69,10 @@ class FileFolder(ImageSource):
         everything = find_files(path, left_out)
         found = [file for file in everything if file.suffix.lower() in self.suffixes]
         others = [file for file in everything if file.suffix.lower() in self.other_suffixes]
+        known = {*self.suffixes, *self.other_suffixes, *UNREMARKABLE}
         self._note("hidden files, by-products of systems, or unreadable folders", left_out)
         self._note(f"files of other formats ({PLUGIN_HINT})", others)
+        self._note_unknown([file for file in everything if file.suffix.lower() not in known])
         if not found:
             first = [f"{printable(file)} is {what}" for file in everything[:1] if (what := content_of(file))]
             nothing = f"the folder {path} holds no {self.kind} ({', '.join(sorted(self.suffixes))})"
@@ -96,6 +103,12 @@ class FileFolder(ImageSource):
             self.notes.append(f"{found}, such as {printable(each.relative_to(self.path))}: `exclude` leaves files out")
         beside = {file for some in left_out.values() for file in some}
         return [file for file in files if file not in beside] if beside else files
+
+    def _note_unknown(self, files: Sequence[Path]) -> None:
+        """Add a note on files that nothing here reads, by their suffixes."""
+        counts = Counter(printable(file.suffix.lower()) or "without a suffix" for file in files)
+        kinds = ", ".join(f"{count} {suffix}" for suffix, count in counts.most_common(SHOWN_SUFFIXES))
+        self._note(f"files of unknown formats ({kinds})", files)
 
     def _note_rest(self, root: Path, rest: Sequence[Path]) -> None:
         """Add a note on the files outside of the folder whose subfolders are classes."""
