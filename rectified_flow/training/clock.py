@@ -22,7 +22,9 @@ from rectified_flow.system.artifact import Natural, write_output
 from rectified_flow.system.files import read_document
 
 MARKS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95)
-"""Shares of the time at which the run is compared with the clock."""
+"""Shares of the time after the first step at which the run is compared with the clock."""
+LEAST_SHARE = 1 / 4
+"""Share of the time that a new run trains at least, however long it took to begin."""
 LEAST_STEPS = 4
 """Number of steps between two comparisons: the time of fewer is too uncertain."""
 FEW_STEPS = 10
@@ -115,6 +117,9 @@ class Clock:
         self._began = (time.monotonic() if began is None else began) - used
         self._done: list[_Step] = []
         self._longest = 0.0
+        # A run whose preparation took nearly all the time still trains: a model of some steps is of no use.
+        self._least = 0.0 if used else LEAST_SHARE * seconds
+        self._first = 0.0
 
     @classmethod
     def resumed(cls, folder: Path, *, seconds: float | None = None, began: float | None = None) -> "Clock | None":
@@ -155,11 +160,13 @@ class Clock:
         now = _Step(step, time.monotonic(), time.process_time())
         if not self._done:  # the first step may compile, and has no start to measure it from
             self._done = [now, now]
+            self._first = now.time
             return False
         compared, last = self._done
         took = now.time - last.time
         if took > PAUSE and now.processor - last.processor < IDLE * took:
             self._began += took
+            self._first += took
             compared = compared.later(took)
         else:
             self._longest = max(self._longest, took)
@@ -178,7 +185,7 @@ class Clock:
         compared, now = self._done
         self._done = [now, now]
         step_time = (now.time - compared.time) / (now.step - compared.step)
-        left = self.seconds - (now.time - self._began) - self._longest
+        left = self._end - now.time - self._longest
         total = now.step + max(1, int(left / step_time))
         if self.most_steps is not None:
             total = min(total, max(self.most_steps, now.step + 1))
@@ -186,9 +193,14 @@ class Clock:
             self.changes = (*self.changes, (now.step, total))
         return self.pace(pace.planned)
 
+    @property
+    def _end(self) -> float:
+        """When the run is to end, by the monotonic clock."""
+        return max(self._began + self.seconds, self._first + self._least)
+
     def _marks(self, when: float) -> int:
-        """Return the number of :data:`MARKS` before a time of the monotonic clock."""
-        return bisect(MARKS, (when - self._began) / self.seconds)
+        """Return the number of marks between the first step and a time of the monotonic clock."""
+        return bisect(MARKS, (when - self._first) / max(self._end - self._first, 1e-9))
 
 
 class _Step(NamedTuple):

@@ -92,6 +92,13 @@ def test_a_run_is_not_longer_than_its_pictures_allow(machine: Machine) -> None:
     assert run(machine, Clock(1000, 1500, began=100), 1000, [(0, 0.2)]).total == 1500
 
 
+def test_a_run_that_began_late_still_trains_a_quarter_of_the_time(machine: Machine) -> None:
+    clock = Clock(1000, began=100)
+    machine.work(990)  # reading, or the samples of a teacher
+    run(machine, clock, 1000, [(0, 1.0)])
+    assert 1200 < clock.elapsed < 1260
+
+
 def test_a_pause_of_the_machine_does_not_count(machine: Machine) -> None:
     """A machine that sleeps uses no processor time; a step that takes an hour does."""
     clock = Clock(1000, began=100)
