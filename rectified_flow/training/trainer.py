@@ -35,7 +35,7 @@ from rectified_flow.training.speed import Throughput, items_of, summarize
 from rectified_flow.training.stepper import Stepper, TrainingState, constant_average, moved, trained_parameters
 
 GO_ON, COMPARE, STOP = range(3)
-"""What a process asks for after a step; the largest vote counts."""
+"""Votes of a process after each step: to go on, to compare the run with the clock, to stop. The largest vote counts."""
 
 
 class Trainer:

@@ -69,7 +69,7 @@ def test_the_time_of_a_change_is_part_of_the_fingerprint(tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize("at", [0, 6_000, 11_999])
 def test_contents_tell_files_apart_where_no_time_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
-    """Of file systems without a time of the last change of status."""
+    """Some file systems keep no time of the last change of status: only the contents differ."""
     file, stat = tmp_path / "0.npy", os.stat
     file.write_bytes(bytes(12_000))
     same = stat(file)
