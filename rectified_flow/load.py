@@ -1,6 +1,5 @@
 """Load trained flows from their checkpoints, and set them up for sampling."""
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +13,7 @@ from typing_extensions import TypeVar
 from rectified_flow.data.description import RunData, described_data
 from rectified_flow.errors import UsageError
 from rectified_flow.flows import mean, rectified  # noqa: F401  they register the flows
-from rectified_flow.flows.flow import Flow, network_of
+from rectified_flow.flows.flow import Flow, network_of, sampling_defaults
 from rectified_flow.networks import unet  # noqa: F401  it registers the network
 from rectified_flow.registry import build
 from rectified_flow.runs import checkpoint
@@ -124,8 +123,8 @@ def model_hash(flow: Flow) -> str:
 
 def solver_name(flow: Flow, options: Mapping[str, Any]) -> str | None:
     """Return the solver that ``flow.sample`` uses with these options; None if the flow has no choice of solvers."""
-    default = inspect.signature(flow.sample).parameters.get("solver")
-    return None if default is None else str(options.get("solver", default.default))
+    defaults = sampling_defaults(flow)
+    return str(options.get("solver", defaults["solver"])) if "solver" in defaults else None
 
 
 def autocast(precision: str, device: torch.device) -> torch.autocast:

@@ -16,8 +16,7 @@ from accelerate import PartialState
 from PIL import Image
 from torch import Tensor
 
-from rectified_flow.cli import facts, programs
-from rectified_flow.cli import train as training_program
+from rectified_flow.cli import choices, facts, programs
 from rectified_flow.cli.data import build_space
 from rectified_flow.cli.evaluate import evaluate
 from rectified_flow.cli.export import export
@@ -138,13 +137,13 @@ def planned(settings: Settings[TrainConfig], count: int, rate: Callable[[TrainCo
     if has_begun:
         return settings.values
     speed = lambda tried, *_: Speed(rate(tried.values))  # noqa: E731
-    with patch.object(training_program, "speed_of", speed), patch.object(facts, "seconds_since", lambda _began: 0.0):
+    with patch.object(choices, "speed_of", speed), patch.object(facts, "seconds_since", lambda _began: 0.0):
         values = settings.values
         is_own, has_length = values.has_own_data, "train_num_steps" in settings.fixed
         time = facts.budget_of(values.program, is_own=is_own, has_length=has_length)
         if facts.may_choose(values.program, is_own=is_own) and values.teacher.teacher is None:
-            settings = training_program.with_recipe(settings, Sizes([(256, 256)] * count), time)
-        settings, _ = training_program.with_plan(settings, time, count, {}, build_space(settings.values.data))
+            settings = choices.with_recipe(settings, Sizes([(256, 256)] * count), time)
+        settings, _ = choices.with_plan(settings, time, count, {}, build_space(settings.values.data))
         return settings.values
 
 

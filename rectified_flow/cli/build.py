@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from inspect import signature
 from typing import Any
 
 from accelerate import PartialState
@@ -15,7 +14,7 @@ from rectified_flow.condition import ConditionSpecs, Picture, chosen
 from rectified_flow.distributed import check_equal, join_processes, on_main
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import plain, refuse
-from rectified_flow.flows.flow import SOURCE, Flow
+from rectified_flow.flows.flow import SOURCE, Flow, sampling_defaults
 from rectified_flow.flows.flow_map import DistilledFlow
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
@@ -125,7 +124,7 @@ def _solver_options(flags: SolverConfig, trained: Trained) -> dict[str, Any]:
     if guidance.scale != 1 or guidance.scales:
         options["guidance"] = guidance
     named = {"solver": "--solver", "grid": "--time_grid", "guidance": "--guidance_scale"}
-    unused = [named[name] for name in options if name not in signature(flow.sample).parameters]
+    unused = [named[name] for name in options if name not in sampling_defaults(flow)]
     hint = ", which needs no solver and is guided in training, by --guidance_scale" * flow.is_map
     if unused:
         raise UsageError(f"{' '.join(unused)} has no effect: {source} holds a {type(flow).__name__}{hint}")

@@ -6,7 +6,7 @@ from functools import partial
 
 from accelerate import PartialState
 
-from rectified_flow.cli import facts, plan
+from rectified_flow.cli import plan, reading
 from rectified_flow.cli.training_flags import NO_WEIGHTS, STARTER, DataConfig, InitConfig, SourceConfig
 from rectified_flow.data.description import PictureData
 from rectified_flow.data.mirroring import unmirrored_words
@@ -52,7 +52,7 @@ def framing_of(flags: FramedFlags, data: PictureData, source: ImageSource) -> tu
     channels = on_main(state, lambda: channel_note([source.name_of(number) for number in range(len(source))]))
     notes += [channels] if channels else []
     if "autoencoder" in flags.given and flags.pictures.autoencoder:
-        error = facts.round_trip_error(source, flags.pictures)
+        error = reading.round_trip_error(source, flags.pictures)
         spoils = f"the autoencoder changes these pictures by {error:.0f} of 255; pass --image_size 64 without it"
         if error > plan.SPOILED:
             state.print(line("warning", spoils))

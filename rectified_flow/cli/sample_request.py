@@ -1,6 +1,5 @@
 """The request of a call of sample.py: its flags, and the prompts, axes and pictures that they name."""
 
-import inspect
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,7 @@ from rectified_flow.data.sources.folder import find_files
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.evaluation.evaluator import AT_ONCE, render_sources
 from rectified_flow.flags import refuse
-from rectified_flow.flows.flow import SOURCE, Flow
+from rectified_flow.flows.flow import SOURCE, Flow, sampling_defaults
 from rectified_flow.load import Trained
 from rectified_flow.randomness import Samples, deterministic
 from rectified_flow.spaces.degradations import Degradation
@@ -115,7 +114,7 @@ def _check_translation(flags: PicturesConfig, trained: Trained) -> None:
     """Raise a UsageError if a flag of ``--from_images`` has no effect on the flow."""
     flow, reason = trained.flow, f"has no effect on the {type(trained.flow).__name__} of {trained.source}: leave it out"
     needed = "start" if flags.mask is None else "mask"
-    takes_pictures = flow.takes_source or needed in inspect.signature(flow.sample).parameters
+    takes_pictures = flow.takes_source or needed in sampling_defaults(flow)
     refuse({"from_images": not (takes_pictures and flow.space.medium.input_suffixes)}, reason)
     degradation = trained.degradation
     paints = degradation is not None and degradation.leaves_holes

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any, ClassVar
 
 import torch
@@ -331,6 +332,14 @@ def _groups(conditions: Values) -> Tensor | None:
         return None
     columns = torch.cat([values.reshape(len(values), -1).double() for values in conditions.values()], dim=1)
     return columns.nan_to_num(nan=1e300).unique(dim=0, return_inverse=True)[1]
+
+
+def sampling_defaults(flow: Flow) -> dict[str, Any]:
+    """Return the arguments that the method ``sample`` of a flow has, with their defaults.
+
+    Only a rectified flow has a choice of solvers, for example.
+    """
+    return {name: each.default for name, each in signature(flow.sample).parameters.items()}
 
 
 def sample_batches(

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +11,7 @@ from diffusers.image_processor import VaeImageProcessor
 
 from rectified_flow.condition import example_texts, read_written, written
 from rectified_flow.errors import UsageError
-from rectified_flow.flows.flow import Flow, sample_batches
+from rectified_flow.flows.flow import Flow, sample_batches, sampling_defaults
 from rectified_flow.flows.solvers import Guidance
 from rectified_flow.hub.pretrained import load_pretrained, save_pretrained
 from rectified_flow.load import model_hash, solver_name
@@ -80,7 +79,7 @@ class FlowPipeline(DiffusionPipeline):
         if flow.takes_source:
             raise UsageError("this model translates pictures: call pipe.flow.sample(source=pictures)")
         scale = flow.default_guidance if guidance_scale is None else guidance_scale
-        if scale != 1 and "guidance" not in signature(flow.sample).parameters:
+        if scale != 1 and "guidance" not in sampling_defaults(flow):
             raise UsageError(f"guidance has no effect on a {type(flow).__name__}: leave it out")
         if unknown := conditions.keys() - written(flow.conditions).keys():
             known = ", ".join(written(flow.conditions)) or "none"

@@ -8,11 +8,11 @@ import pytest
 from accelerate import PartialState
 from PIL import Image
 
-from rectified_flow.cli import facts, plan, train
+from rectified_flow.cli import choices, facts, plan, reading
 from rectified_flow.cli.budget import seconds_of, time_text
+from rectified_flow.cli.choices import with_recipe
 from rectified_flow.cli.data import build_space
 from rectified_flow.cli.settings import Settings, read_settings
-from rectified_flow.cli.train import with_recipe
 from rectified_flow.cli.training_flags import DataConfig, OneStepConfig, TrainConfig
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import recorded
@@ -96,7 +96,7 @@ def test_the_size_depends_on_the_images_that_the_run_may_process(
 def test_the_size_is_chosen_by_the_speed_in_the_faster_precision(words: str, side: int) -> None:
     """The 4,000 images that 128 px need fit into an hour in bf16, but not in float32."""
     speed = lambda tried, *_: Speed(1.5 if tried.values.run.mixed_precision == "bf16" else 1.0)  # noqa: E731
-    with patch.object(train, "speed_of", speed):
+    with patch.object(choices, "speed_of", speed):
         assert recipe_of(words, OwnPictures([(128, 128)] * 200)).data.image_size == side
 
 
@@ -254,7 +254,7 @@ def test_the_facts_of_a_run(kind: type[TrainConfig], words: str, expected: dict[
     space = build_space(data) if data.starter in ("small", "Haar") else Pixels()
     with patch.object(plan, "plan") as made, patch.object(facts, "network_of_origin", lambda *_: ({}, "")):
         made.return_value = plan.Plan({}, {})
-        train.with_plan(settings, "1h", 800, {}, space)
+        choices.with_plan(settings, "1h", 800, {}, space)
     known = made.call_args.args[0]
     assert {name: getattr(known, name) for name in expected} == expected
     assert known.seconds == pytest.approx(3600, abs=30)  # but for the time since the flags were read
@@ -286,7 +286,7 @@ class Slow(OwnPictures):
 def test_a_run_reads_what_a_third_of_its_time_allows(budget: str, is_limited: bool, tmp_path: Path) -> None:
     """Decoding 4,000 pictures takes 100 s or so on two cores, and less with more."""
     data = DataConfig(image_size=8, cache_dir=tmp_path)
-    with patch.object(facts, "processors", lambda: 2):
-        flags = facts.readable(Slow([(16, 16)] * 4000), data, seconds_of(budget))
+    with patch.object(reading, "processors", lambda: 2):
+        flags = reading.readable(Slow([(16, 16)] * 4000), data, seconds_of(budget))
     assert bool(flags) == is_limited
     assert 1 <= flags.get("max_train_samples", 1) < 4000

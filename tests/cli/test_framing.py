@@ -9,7 +9,7 @@ import torch
 from accelerate import PartialState
 from PIL import Image
 
-from rectified_flow.cli import facts, plan
+from rectified_flow.cli import facts, plan, reading
 from rectified_flow.cli.data import build_space, find_data
 from rectified_flow.cli.framing import FramedFlags, framing_of
 from rectified_flow.cli.record import with_record
@@ -145,7 +145,7 @@ def test_an_autoencoder_that_spoils_the_pictures_is_not_chosen(tmp_path: Path) -
         words = f"--dataset_path {tmp_path}/{name} --image_size 128 --autoencoder small".split()
         values = read_settings(TrainConfig, "", words).values
         source = find_data(values.data, values.source, values.columns)[1]
-        errors[name] = facts.round_trip_error(source, values.data)
+        errors[name] = reading.round_trip_error(source, values.data)
     assert 0 < errors["soft"] < plan.SPOILED < errors["drawn"]
 
     def chosen(error: float) -> plan.Plan:

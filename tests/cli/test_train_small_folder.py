@@ -9,8 +9,8 @@ import pytest
 from accelerate import PartialState
 from PIL import Image
 
+from rectified_flow.cli.callbacks import build_heldout_hook
 from rectified_flow.cli.settings import read_settings
-from rectified_flow.cli.train import build_heldout_hook
 from rectified_flow.cli.training_flags import TrainConfig
 from rectified_flow.data.description import Columns, PictureData, described_data
 from rectified_flow.data.framing import Framing

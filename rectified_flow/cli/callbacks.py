@@ -1,0 +1,84 @@
+"""The callbacks of a run: the sheet of its data, the loss on held-out pictures, and evaluations of its samples."""
+
+from collections.abc import Sequence
+from math import ceil
+
+from accelerate import PartialState
+
+from rectified_flow.cli.open_data import OpenData
+from rectified_flow.cli.training_flags import EvaluationConfig
+from rectified_flow.data.store import ImageDataset, StoreDataset
+from rectified_flow.distributed import on_main
+from rectified_flow.evaluation import scores  # noqa: F401 -- it registers scores
+from rectified_flow.evaluation.evaluator import METRICS, Evaluator
+from rectified_flow.evaluation.features import RenderedItems
+from rectified_flow.evaluation.heldout import MAX_PICTURES, MIN_HELD_OUT, TIMES, HeldOutPictures
+from rectified_flow.flows.flow import Flow
+from rectified_flow.runs.folder import DATA_SHEET
+from rectified_flow.runs.training_config import TrainingConfig
+from rectified_flow.system.files import replace_file, writing
+from rectified_flow.system.terminal import line
+from rectified_flow.training.evaluations import Callback, EvaluationHook, HeldOutHook
+from rectified_flow.training.sheet import DataSheet
+
+MEASUREMENTS = 10
+"""Least number of measurements of the held-out loss in a run by default, before the limit of MEASURED_SHARE."""
+MEASURED_SHARE = 0.05
+"""Largest share of a run's computations for the held-out loss, unless a flag asks for its measurement."""
+
+
+def evaluation_hooks(run: TrainingConfig, flags: EvaluationConfig, flow: Flow, data: OpenData) -> list[Callback]:
+    """Return the callback that evaluates samples during training, if the flags ask for it."""
+    if not flags.evaluate_every:
+        return []
+    real, unseen = (data.items, None) if data.split is None else data.split.divide(data.items)
+    if not hasattr(real, "read_pictures"):  # items of a registered dataset
+        real = RenderedItems(real, flow.space, data.description.name)
+    evaluator = Evaluator(
+        real,
+        flags.feature_network,
+        num_samples=flags.evaluation_samples,
+        seed=run.seed,
+        held_out=unseen,
+        metrics=(*METRICS, *flags.evaluate_metric),
+        medium=flow.space.medium,
+    )
+    return [EvaluationHook(evaluator, flags.evaluate_every, keeps_best=not flags.stop_when_memorising)]
+
+
+def build_heldout_hook(
+    run: TrainingConfig, config: EvaluationConfig, training: StoreDataset, held_out: StoreDataset
+) -> HeldOutHook:
+    """Return the callback that measures the loss on held-out pictures, and on as many training pictures."""
+    batch = run.split_batch(PartialState().num_processes)
+    total = run.total_steps(batch, len(training))
+    often = max(1, total // MEASUREMENTS)
+    every = config.evaluate_every or min(run.save_every or often, often)
+    if config.evaluate_every or config.stop_when_memorising:
+        return HeldOutHook(HeldOutPictures(training, held_out, run.seed), every, stops=config.stop_when_memorising)
+    # In a step, the backward pass costs twice as much as the forward pass. A short run measures at least twice: before
+    # its first step, and after the last one.
+    passes = 3 * batch.total * total * MEASURED_SHARE / 2
+    most = min(MAX_PICTURES, max(MIN_HELD_OUT, int(passes / (2 * TIMES))))
+    pictures = HeldOutPictures(training, held_out, run.seed, most)
+    return HeldOutHook(pictures, max(every, ceil(pictures.passes / (3 * batch.total * MEASURED_SHARE))), stops=False)
+
+
+def write_sheet_of_dry_run(
+    flow: Flow, pictures: ImageDataset, words: Sequence[str], run: TrainingConfig, *, mirrored: bool
+) -> None:
+    """Write the sheet of the data beside the store of the pictures, as a dry run leaves the output folder alone."""
+    state = PartialState()
+    batch = run.split_batch(state.num_processes).total
+    path = pictures.path.with_name(f"{pictures.path.name}-{DATA_SHEET}")
+
+    def write() -> None:
+        flow.space.medium.prepare(flow.device)
+        sheet = DataSheet(flow, pictures, words, pictures, run.seed, batch, mirrored)
+        content = sheet.encoded()
+        if content is not None:
+            with writing(path):
+                replace_file(path, content, durable=False)
+            state.print(line("data sheet", path))
+
+    on_main(state, write)

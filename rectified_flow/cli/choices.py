@@ -1,0 +1,218 @@
+"""The layer of settings that a run chooses for itself: by its pictures, and by the time that it is given."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from math import ceil
+from statistics import median
+from typing import Any
+
+import torch
+from accelerate import PartialState
+
+from rectified_flow.cli import facts, plan, reading
+from rectified_flow.cli.budget import seconds_of
+from rectified_flow.cli.build import build_flow, choose_network, divisor_of
+from rectified_flow.cli.data import build_space, can_augment
+from rectified_flow.cli.distill import recipe_of
+from rectified_flow.cli.framing import FramedFlags, framing_of
+from rectified_flow.cli.record import distillation_of
+from rectified_flow.cli.settings import Settings, command_line
+from rectified_flow.cli.training_flags import UNET, DataConfig, TrainConfig
+from rectified_flow.condition import ConditionSpecs
+from rectified_flow.data.description import PictureData
+from rectified_flow.data.sources import ImageSource
+from rectified_flow.data.sources.folder import FileFolder
+from rectified_flow.data.sources.huggingface import HuggingFaceSource
+from rectified_flow.distributed import on_main
+from rectified_flow.flags import rules_of
+from rectified_flow.networks.unet import Unet
+from rectified_flow.parts import name_of
+from rectified_flow.spaces.space import Space, with_augmentation
+from rectified_flow.system.terminal import line, lines
+from rectified_flow.training.clock import Clock
+from rectified_flow.training.speed import Speed
+
+
+def with_pictures(
+    settings: Settings[TrainConfig], data: PictureData, source: ImageSource, budget: str | None
+) -> tuple[Settings[TrainConfig], list[str]]:
+    """Return the settings with those that suit the pictures of a new run, and sentences about them. Collective.
+
+    Args:
+        settings: the settings of the run.
+        data: the description of the pictures.
+        source: the pictures.
+        budget: the time of the run in words, or None.
+    """
+    if facts.may_choose(settings.values.program, is_own=settings.values.has_own_data):
+        settings = with_recipe(settings, source, budget)
+    values, columns = settings.values, settings.values.columns.condition_on
+    chosen, notes = framing_of(
+        FramedFlags(values.data, values.source, values.init, columns, settings.given), data, source
+    )
+    settings = settings.resolving(chosen)
+    if budget is not None and {"max_train_samples", "paired"}.isdisjoint(settings.given):
+        whole = seconds_of(budget) * (2 if values.program.one_step else 1)  # both runs need the pictures
+        settings = settings.with_layer("plan", reading.readable(source, settings.values.data, whole))
+    return settings, notes
+
+
+def with_recipe(settings: Settings[TrainConfig], source: ImageSource, budget: str | None) -> Settings[TrainConfig]:
+    """Return the settings with those that suit the pictures of a source, and print them. Collective."""
+    values, size = settings.values, None
+    if budget is not None:
+        size = {}
+        rules = rules_of(TrainConfig)
+        is_free = not any(rules[name].fixes_size for name in settings.given)
+        if is_free and values.init.origin(values.data.starter) is None and not values.data.space:
+            precisions = facts.precisions(values.run, values.method, settings.fixed)
+            size = chosen_size(
+                source,
+                values.data,
+                plan.seconds_left(budget, facts.seconds_since(settings.began)),
+                precisions,
+                lambda flags: speed_of(settings.with_layer("given", flags)),
+            )
+    divisor = divisor_of(choose_network(values.network))
+    return settings.with_layer("plan", recipe(values.data, source, divisor, settings.fixed, size))
+
+
+def recipe(
+    data: DataConfig, source: ImageSource, divisor: int, fixed: frozenset[str], size: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Return the flags that suit the pictures of a source, and print them. Collective.
+
+    Args:
+        data: the flags of the pictures.
+        source: the pictures.
+        divisor: number that must divide the sides, for the network.
+        fixed: names of flags that are not to be chosen.
+        size: the flags of the size that a plan chose, which will also choose the augmentation; None without a plan.
+    """
+    count = len(source.numbers_without(data.exclude, data.max_train_samples))
+    flags = plan.for_pictures(count, augmentable=can_augment(build_space(data, source))) | (size or {})
+    if size is not None:
+        flags.pop("augment", None)  # the plan decides it, when it knows the number of passes
+    if not data.autoencoder and data.aspect_ratio == "1:1" and "image_size" not in flags:
+        largest = max(reading.sides_of(source, data.crop), default=0)
+        multiple = max(plan.MIN_SIDE, divisor)
+        side = ceil(largest / multiple) * multiple
+        flags |= {"image_size": side} if 0 < side < data.image_size else {}
+    flags = {name: value for name, value in flags.items() if name not in fixed}
+    if flags:
+        text = f"{' '.join(command_line(flags))}, for {count:,} pictures; flags override them (docs/budget.md)"
+        PartialState().print(line("recipe", text))
+    return flags
+
+
+def chosen_size(
+    source: ImageSource,
+    data: DataConfig,
+    seconds: float,
+    precisions: Sequence[str | None],
+    speed_of: Callable[[Mapping[str, Any]], Speed],
+) -> dict[str, Any]:
+    """Return the flags of the largest size for which there is enough time, and print them. Collective.
+
+    Args:
+        source: the pictures.
+        data: the flags of the pictures.
+        seconds: the time that is left [s].
+        precisions: the precisions to choose from.
+        speed_of: measures the speed of a training by flags.
+    """
+    state, sides = PartialState(), reading.sides_of(source, data.crop)
+    if not isinstance(source, FileFolder | HuggingFaceSource) or not sides:
+        return {}
+
+    def measure(side: int, autoencoder: tuple[str, ...]) -> Speed:
+        batch = state.num_processes * (plan.MIN_BATCH_OF_LATENTS if autoencoder else plan.MIN_BATCH)
+        # Neither the batch nor the conditions are known before the data are open.
+        flags: dict[str, Any] = {"batch_size": None, "gradient_accumulation_steps": None, "use_cfg": False}
+        flags |= {"guidance_scale": 1.0, "image_size": side, "autoencoder": autoencoder, "global_batch_size": batch}
+        space = build_space(replace(data, image_size=side, autoencoder=autoencoder))
+        flags |= plan.network_flags(Unet, plan.STARTER_DIMS[bool(autoencoder)], (space.shape or ())[1:])
+        speeds = [speed_of({**flags, "mixed_precision": precision}) for precision in precisions]
+        return max(speeds, key=lambda speed: speed.rate)
+
+    count = len(source.numbers_without(data.exclude, data.max_train_samples))
+
+    def error(side: int, autoencoder: tuple[str, ...]) -> float:
+        return reading.round_trip_error(source, replace(data, image_size=side, autoencoder=autoencoder))
+
+    made = plan.choose_size(count, int(median(sides)), seconds, measure, error)
+    if made.reasons:
+        state.print(lines(made.reasons))
+    return made.settings
+
+
+def with_plan(
+    settings: Settings[TrainConfig], budget: str | None, count: int, conditions: ConditionSpecs, space: Space
+) -> tuple[Settings[TrainConfig], Clock | None]:
+    """Return the settings of a run that takes a time and its clock, and print the plan. Collective.
+
+    Without a time, the speed is printed, and the run has no clock.
+
+    Args:
+        settings: the settings of the run.
+        budget: the time in words, or None.
+        count: number of items to train on.
+        conditions: the conditions of the items.
+        space: the space of the data.
+    """
+    values, distilled, elapsed = settings.values, distillation_of(settings.values), facts.seconds_since(settings.began)
+    if budget is None:
+        items = count if distilled is None else distilled.recipe.pairs
+        facts.print_speed(values.run, speed_of(settings, conditions, space), items)
+        return settings.resolving(facts.short_warm_up(values.run, items, settings.given)), None
+    network, fixed = choose_network(values.network), settings.fixed
+    if facts.is_free(network, values.network, settings.given):
+        fixed = fixed - {"network", *plan.UNET_FLAGS}
+    of_origin, why_network = facts.network_of_origin(values.init, values.data, distilled, fixed)
+    settings = settings.with_layer("plan", of_origin)
+    is_default = not name_of(values.flow.flow) and name_of(values.network.network) == UNET
+    is_plain = values.method == "rectified" and is_default and distilled is None
+    # Another flow may draw no times.
+    fixed = fixed | ({"time_distribution"} if name_of(values.flow.flow) else set())
+    state = PartialState()
+    stored = None if distilled is None else on_main(state, lambda: recipe_of(distilled))
+    suited = plan.for_pictures(count, augmentable=can_augment(space))
+    known = plan.Facts(
+        values.method,
+        pictures=count,
+        time=budget,
+        sides=(space.shape or values.data.framing.shape)[1:],
+        fixed=fixed,
+        spent=elapsed / (2 if values.program.one_step else 1),  # both runs need the pictures
+        memory=facts.least_memory(),
+        processes=state.num_processes,
+        device=state.device.type,
+        batch=values.run.split_batch(state.num_processes).total if "batch_size" in fixed else None,
+        augment=values.data.augment if "augment" in fixed else suited.get("augment", 0.0),
+        network=network.target,
+        why_network=why_network,
+        starter=facts.starter_of(values.init, values.data, space, settings.given, is_plain=is_plain),
+        latents=bool(values.data.autoencoder),
+        precisions=facts.precisions(values.run, values.method, fixed, stored),
+        samples=distilled.recipe.pairs if distilled else 0,
+        drawn=stored.pairs if stored else None,
+        calls=distilled.calls if distilled else 0,
+    )
+    made = plan.plan(
+        known, lambda trial: speed_of(settings.resolving(plan.settings_of(known, trial)), conditions, space)
+    )
+    state.print(lines(made.reasons))
+    clock = Clock(elapsed + known.seconds, made.most_steps, began=settings.began)
+    return settings.resolving(made.settings), clock
+
+
+def speed_of(
+    settings: Settings[TrainConfig], conditions: ConditionSpecs | None = None, space: Space | None = None
+) -> Speed:
+    """Measure the images per second of all processes in a training by these settings, and its memory. Collective."""
+    values, distilled = settings.values, distillation_of(settings.values)
+    with torch.random.fork_rng():  # the initial weights of the run do not depend on how many networks are measured
+        flow = build_flow(
+            values, conditions or {}, with_augmentation(space or build_space(values.data), values.data.augment)
+        )
+    return facts.training_speed(flow, values.run, distilled.path_points if distilled else 0)

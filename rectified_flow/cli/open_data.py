@@ -1,0 +1,127 @@
+"""The data of a run, open: pictures or items, their rows as the space stores them, and the rows that are held out."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from accelerate import PartialState
+
+from rectified_flow.cli import plan
+from rectified_flow.cli.data import build_space
+from rectified_flow.cli.distill import DistillationData
+from rectified_flow.cli.training_flags import DataConfig
+from rectified_flow.condition import ConditionSpecs
+from rectified_flow.data.description import RunData, with_sources
+from rectified_flow.data.store import ImageDataset
+from rectified_flow.distributed import check_equal, on_main
+from rectified_flow.evaluation.heldout import Split, hold_out
+from rectified_flow.flags import refuse
+from rectified_flow.spaces.space import Space
+from rectified_flow.system.terminal import line
+
+
+@dataclass(frozen=True)
+class OpenData:
+    """The data of a run, open on all processes.
+
+    Args:
+        description: the description of the data.
+        items: pictures with their columns and sources, or the items of a registered dataset.
+        rows: the items as the space stores them.
+        space: the space of the rows.
+        split: the rows on either side of the split, if some are held out.
+    """
+
+    description: RunData
+    items: Any
+    rows: Any
+    space: Space
+    split: Split | None = None
+
+    @property
+    def count(self) -> int:
+        """Number of items to train on."""
+        return len(self.items) if self.split is None else len(self.split.training)
+
+    @property
+    def conditions(self) -> ConditionSpecs:
+        """The conditions of the items."""
+        conditions: ConditionSpecs = getattr(self.items, "conditions", {})
+        return conditions
+
+    @property
+    def training_items(self) -> Any:
+        """The items to train on."""
+        return self.items if self.split is None else self.split.divide(self.items)[0]
+
+
+@dataclass(frozen=True)
+class Holding:
+    """How a run holds pictures out.
+
+    Args:
+        share: share of the pictures to hold out.
+        seed: seed of the split.
+        is_given: whether the user gave the share: then a split that fails is an error.
+        stops: whether the run stops when it memorises, which needs held-out pictures, too.
+    """
+
+    share: float
+    seed: int
+    is_given: bool
+    stops: bool
+
+
+def open_data(
+    description: RunData,
+    found: Any,
+    flags: DataConfig,
+    holding: Holding,
+    distilled: DistillationData | None,
+    *,
+    recorded: Space | None,
+    stores: bool,
+) -> OpenData:
+    """Read the data, hold some of them out, and store them as their space needs them. Collective.
+
+    Args:
+        description: the description of the data.
+        found: the files of the data, or another dataset.
+        flags: the flags of the pictures.
+        holding: how pictures are held out.
+        distilled: the data of a teacher, if there is one. They are generated later, and nothing is held out of them.
+        recorded: the space that the run has recorded, if it has begun.
+        stores: whether the rows are stored in the form of their space, which takes long for latents.
+    """
+    state = PartialState()
+    items: Any = description.open(found)
+    refuse({f"dataset {description.name}": len(items) == 0}, "has no items: pass a dataset with some")
+    if description.has_pictures:  # different numbers of pictures would desynchronise the processes
+        counted = {"the number of pictures": len(items), "their fingerprint": items.fingerprint}
+        check_equal(state, lambda: counted)
+    teacher = None if distilled is None else on_main(state, distilled.space_of_teacher)
+    space = build_space(flags, items, teacher)
+    split = hold_out_pictures(items, holding) if description.has_pictures and distilled is None else None
+    items = with_sources(items, description, space)
+    if distilled is not None or not stores:
+        return OpenData(description, items, items, space, split)
+    rows, space = space.medium.rows(items, mirrored=flags.horizontal_flip, recorded=recorded)
+    return OpenData(description, items, rows, space, split)
+
+
+def hold_out_pictures(pictures: ImageDataset, holding: Holding) -> Split | None:
+    """Return the split of the pictures, or None if nothing is held out. Collective."""
+    state, asked = PartialState(), holding.is_given or holding.stops
+    if not holding.share:
+        needed = f"needs pictures to measure on: pass --holdout {plan.proposed_share(len(pictures)):g}"
+        refuse({"stop_when_memorising": holding.stops}, needed)
+        if len(pictures) < plan.MIN_TO_HOLD_OUT and not asked:
+            text = f"none of {len(pictures)} pictures, as too few would be left: the run cannot warn when it memorises"
+            state.print(line("held out", text))
+        return None
+    split = hold_out(pictures, holding.share, holding.seed)
+    if split.problem is not None:
+        refuse({f"holdout {holding.share:g}": asked}, f"leaves {split.problem}: change it, or pass --holdout 0")
+        state.print(line("held out", f"nothing, as --holdout {holding.share:g} leaves {split.problem}"))
+        return None
+    state.print(line("held out", split))
+    return split

@@ -1,0 +1,106 @@
+"""Measurements of the pictures of a run before they are read: their sides, the time of reading, and the round trip."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+
+import numpy as np
+import torch
+from accelerate import PartialState
+
+from rectified_flow.cli.data import build_space
+from rectified_flow.cli.training_flags import DataConfig
+from rectified_flow.data.framing import Crop
+from rectified_flow.data.sources import ImageSource, Row
+from rectified_flow.data.store_writer import is_stored
+from rectified_flow.data.survey import survey
+from rectified_flow.distributed import on_main
+from rectified_flow.system.machine import processors
+from rectified_flow.system.terminal import duration, line
+
+TRIED = 16  # number of pictures that an autoencoder is tried on, and that are decoded to measure the time
+READING_SHARE = 1 / 3  # of the time: if reading all pictures takes longer, some are left out
+
+
+def sides_of(source: ImageSource, crop: Crop) -> list[int]:
+    """Return the shorter sides of some pictures of a source [px], or the longer sides if crop is none. Collective."""
+
+    def read() -> list[int]:
+        sides = list[int]()
+        for number in range(0, len(source), len(source) // 200 + 1):  # of at most 200 pictures
+            with suppress(Exception):  # a broken picture is reported when it is decoded
+                sides.append((max if crop == "none" else min)(source.size_of(number)))
+        return sides
+
+    return on_main(PartialState(), read)
+
+
+def round_trip_error(source: ImageSource, data: DataConfig) -> float:
+    """Return how much the autoencoder of the flags changes some of the pictures of a source. Collective.
+
+    Returns:
+        The median of the root mean square errors of the pictures [levels of 256]; 0 if none can be read.
+    """
+    # Pictures for random crops have a margin, which is no part of what is encoded.
+    data = replace(data, crop="center") if data.crop == "random" else data
+
+    def measure() -> float:
+        numbers = source.numbers_without(data.exclude, data.max_train_samples)
+        some, rows = numbers[:: 1 + (len(numbers) - 1) // TRIED], list[Row]()
+        how = source.rows(replace(data.framing, resize=data.resize or survey(source, data.framing, some).resize))
+        for number in some:
+            with suppress(Exception):  # a broken picture is reported when it is decoded
+                rows.append(how.fit(source.load(number)[0]).row)
+        if not rows:
+            return 0.0
+        space, pictures = build_space(data), torch.from_numpy(np.stack(rows))
+        space.medium.prepare(torch.device("cpu"))
+        errors = space.decode(space.encode(space.medium.stored(pictures))) - pictures / 255
+        return 255 * float(errors.square().flatten(1).mean(dim=1).sqrt().median())
+
+    return on_main(PartialState(), measure)
+
+
+def encoding_time(data: DataConfig) -> float:
+    """Return the time in which this process makes what a store keeps of a picture, and of its mirror image [s]."""
+    medium = build_space(data).medium
+    medium.prepare(torch.device("cpu"))
+    pictures = torch.zeros(TRIED // 2, *data.framing.shape, dtype=torch.uint8)
+    began = time.monotonic()
+    medium.stored(pictures)
+    return (time.monotonic() - began) / len(pictures) * (1 + data.horizontal_flip)
+
+
+def readable(source: ImageSource, data: DataConfig, seconds: float) -> dict[str, int]:
+    """Return the number of pictures to read, as a flag, if all would take too much of the time. Collective.
+
+    Args:
+        source: the pictures.
+        data: the flags of the pictures.
+        seconds: the time of the run [s].
+    """
+    framing, numbers = data.framing, source.numbers_without(data.exclude, data.max_train_samples)
+
+    def picture_time() -> float:
+        if is_stored(source, framing, data.cache_dir, exclude=data.exclude):
+            return 0.0
+        rows, some = source.rows(framing), numbers[:: 1 + (len(numbers) - 1) // TRIED]
+
+        def decode(number: int) -> None:
+            with suppress(Exception):  # a broken picture is reported when all are decoded
+                rows.fit(source.load(number)[0])
+
+        began = time.monotonic()
+        with ThreadPoolExecutor(processors()) as pool:
+            [*pool.map(decode, some)]
+        return (time.monotonic() - began) / len(some) + encoding_time(data)
+
+    each, room = on_main(PartialState(), picture_time), READING_SHARE * seconds
+    if not numbers or each * len(numbers) <= room:
+        return {}
+    count = max(1, int(room / each))
+    whole = duration(each * len(numbers))
+    text = f"{count:,} of {len(numbers):,}, as reading all takes {whole}; --max_train_samples overrides the choice"
+    PartialState().print(line("pictures", text))
+    return {"max_train_samples": count}
