@@ -218,6 +218,9 @@ def train_settled(
     callbacks = _callbacks(values.run, values.evaluation, flow, opened, split, data.name)
     if held_out is not None:
         callbacks.insert(0, build_heldout_hook(values.run, values.evaluation, training, held_out))
+    has_few = data.has_pictures and distilled is None and split is None and count < plan.MIN_TO_HOLD_OUT
+    if has_few and "copies" in flow.space.medium.metrics and not flow.takes_source:
+        callbacks.append(CopiesHook(pictures, flow.space.medium))
     if distilled is not None:
         words = [f"{len(training):,} {training.info.source}"]
     callbacks.insert(0, DataSheetHook(words, pictures if data.has_pictures and distilled is None else None))
