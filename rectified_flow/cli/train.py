@@ -42,6 +42,7 @@ from rectified_flow.spaces.space import Space, with_augmentation
 from rectified_flow.system.files import replace_file, writing
 from rectified_flow.system.terminal import line, lines, paragraph
 from rectified_flow.training.clock import Clock
+from rectified_flow.training.copies import CopiesHook
 from rectified_flow.training.evaluations import Callback, EvaluationHook, HeldOutHook
 from rectified_flow.training.sheet import DataSheet, DataSheetHook
 from rectified_flow.training.speed import Speed, summarize
@@ -330,7 +331,8 @@ def with_plan(
         fixed,
         pictures=count,
         time=budget,
-        spent=elapsed / (2 if values.program.one_step else 1),  # both runs need the pictures
+        spent=elapsed,
+        runs=2 if values.program.one_step else 1,
         augmentable=can_augment(space),
         sides=(space.shape or values.data.framing.shape)[1:],
         network=network.target,
@@ -432,7 +434,7 @@ def hold_out_pictures(pictures: ImageDataset, share: float, seed: int, *, is_giv
         needed = f"needs pictures to measure on: pass --holdout {plan.proposed_share(len(pictures)):g}"
         refuse({"stop_when_memorising": stops}, needed)
         if len(pictures) < plan.MIN_TO_HOLD_OUT and not asked:
-            text = f"none of {len(pictures)} pictures, as too few would be left: the run cannot warn when it memorises"
+            text = f"none of {len(pictures)} pictures, as too few would be left"
             state.print(line("held out", text))
         return None
     split = hold_out(pictures, share, seed)
