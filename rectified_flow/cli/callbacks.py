@@ -5,6 +5,7 @@ from math import ceil
 
 from accelerate import PartialState
 
+from rectified_flow.cli import plan
 from rectified_flow.cli.open_data import OpenData
 from rectified_flow.cli.training_flags import EvaluationConfig
 from rectified_flow.data.store import ImageDataset, StoreDataset
@@ -18,6 +19,7 @@ from rectified_flow.runs.folder import DATA_SHEET
 from rectified_flow.runs.training_config import TrainingConfig
 from rectified_flow.system.files import replace_file, writing
 from rectified_flow.system.terminal import line
+from rectified_flow.training.copies import CopiesHook
 from rectified_flow.training.evaluations import Callback, EvaluationHook, HeldOutHook
 from rectified_flow.training.sheet import DataSheet
 
@@ -27,10 +29,31 @@ MEASURED_SHARE = 0.05
 """Largest share of a run's computations for the held-out loss, unless a flag asks for its measurement."""
 
 
-def evaluation_hooks(run: TrainingConfig, flags: EvaluationConfig, flow: Flow, data: OpenData) -> list[Callback]:
-    """Return the callback that evaluates samples during training, if the flags ask for it."""
-    if not flags.evaluate_every:
-        return []
+def build_callbacks(
+    run: TrainingConfig, flags: EvaluationConfig, flow: Flow, data: OpenData, pictures: ImageDataset | None
+) -> list[Callback]:
+    """Return the callbacks that measure a run: the held-out loss, distances of samples, and copies.
+
+    Args:
+        run: the flags of the training.
+        flags: the flags of the evaluation.
+        flow: the flow.
+        data: the data of the run.
+        pictures: the pictures that are trained on; None for the data of a teacher, and for items of a dataset.
+    """
+    callbacks, (training, held_out) = list[Callback](), data.divided_rows
+    if held_out is not None:
+        callbacks.append(build_heldout_hook(run, flags, training, held_out))
+    if flags.evaluate_every:
+        callbacks.append(build_evaluation_hook(run, flags, flow, data))
+    counts_copies = "copies" in flow.space.medium.metrics and not flow.takes_source
+    if pictures is not None and data.split is None and len(pictures) < plan.MIN_TO_HOLD_OUT and counts_copies:
+        callbacks.append(CopiesHook(pictures, flow.space.medium))
+    return callbacks
+
+
+def build_evaluation_hook(run: TrainingConfig, flags: EvaluationConfig, flow: Flow, data: OpenData) -> EvaluationHook:
+    """Return the callback that evaluates samples during training."""
     real, unseen = (data.items, None) if data.split is None else data.split.divide(data.items)
     if not hasattr(real, "read_pictures"):  # items of a registered dataset
         real = RenderedItems(real, flow.space, data.description.name)
@@ -43,7 +66,7 @@ def evaluation_hooks(run: TrainingConfig, flags: EvaluationConfig, flow: Flow, d
         metrics=(*METRICS, *flags.evaluate_metric),
         medium=flow.space.medium,
     )
-    return [EvaluationHook(evaluator, flags.evaluate_every, keeps_best=not flags.stop_when_memorising)]
+    return EvaluationHook(evaluator, flags.evaluate_every, keeps_best=not flags.stop_when_memorising)
 
 
 def build_heldout_hook(

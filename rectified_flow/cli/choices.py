@@ -183,7 +183,8 @@ def with_plan(
         time=budget,
         sides=(space.shape or values.data.framing.shape)[1:],
         fixed=fixed,
-        spent=elapsed / (2 if values.program.one_step else 1),  # both runs need the pictures
+        spent=elapsed,
+        runs=2 if values.program.one_step else 1,
         memory=facts.least_memory(),
         processes=state.num_processes,
         device=state.device.type,

@@ -49,6 +49,11 @@ class OpenData:
         return conditions
 
     @property
+    def divided_rows(self) -> tuple[Any, Any]:
+        """The rows to train on, and those that are held out; None if there are none."""
+        return (self.rows, None) if self.split is None else self.split.divide(self.rows)
+
+    @property
     def training_items(self) -> Any:
         """The items to train on."""
         return self.items if self.split is None else self.split.divide(self.items)[0]
@@ -115,7 +120,7 @@ def hold_out_pictures(pictures: ImageDataset, holding: Holding) -> Split | None:
         needed = f"needs pictures to measure on: pass --holdout {plan.proposed_share(len(pictures)):g}"
         refuse({"stop_when_memorising": holding.stops}, needed)
         if len(pictures) < plan.MIN_TO_HOLD_OUT and not asked:
-            text = f"none of {len(pictures)} pictures, as too few would be left: the run cannot warn when it memorises"
+            text = f"none of {len(pictures)} pictures, as too few would be left"
             state.print(line("held out", text))
         return None
     split = hold_out(pictures, holding.share, holding.seed)

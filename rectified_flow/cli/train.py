@@ -12,20 +12,20 @@ from accelerate.utils import set_seed
 from rectified_flow.cli import facts
 from rectified_flow.cli.budget import seconds_of, time_text
 from rectified_flow.cli.build import build_flow, choose_network, join
-from rectified_flow.cli.callbacks import build_heldout_hook, evaluation_hooks, write_sheet_of_dry_run
+from rectified_flow.cli.callbacks import build_callbacks, write_sheet_of_dry_run
 from rectified_flow.cli.checks import check_flags, check_items, check_sides, check_space, warm_up_note
 from rectified_flow.cli.choices import with_pictures, with_plan
 from rectified_flow.cli.data import build_space, find_data, flags_of_files
 from rectified_flow.cli.distill import DistillationData, open_distilled
 from rectified_flow.cli.open_data import Holding, OpenData, open_data
-from rectified_flow.cli.record import DATA_FLAGS, check_one_step, distillation_of, recorded_space, with_record
+from rectified_flow.cli.record import check_one_step, distillation_of, handed_on, recorded_space, with_record
 from rectified_flow.cli.settings import Settings
 from rectified_flow.cli.training_flags import DataConfig, InitConfig, OneStepConfig, TrainConfig
 from rectified_flow.data.description import PictureData
 from rectified_flow.data.report import sentences
 from rectified_flow.distributed import on_main
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import recorded, rules_of
+from rectified_flow.flags import recorded
 from rectified_flow.flows.flow import Flow
 from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
@@ -59,7 +59,7 @@ def train(settings: Settings[TrainConfig]) -> bool:
 
 
 def one_step_of(run: TrainingConfig, given: Mapping[str, Any], budget: str, *, spent: float) -> Settings[TrainConfig]:
-    """Return the settings of the one-step generator of ``--one_step``: this machine's flags, and the time that is left.
+    """Return the settings of the one-step generator of ``--one_step``: the flags of both runs, and the time left.
 
     The generator gets at most half of the budget, and at least a tenth. A generator that has begun has a clock of its
     own.
@@ -70,9 +70,7 @@ def one_step_of(run: TrainingConfig, given: Mapping[str, Any], budget: str, *, s
         budget: the time of both in words.
         spent: the time that the run took [s].
     """
-    rules = rules_of(TrainConfig)
-    flags = {name: value for name, value in given.items() if rules[name].local and name not in DATA_FLAGS}
-    flags |= {"teacher": run.output_dir, "output_dir": run.output_dir / "one-step", "seed": run.seed}
+    flags = handed_on(given) | {"teacher": run.output_dir, "output_dir": run.output_dir / "one-step", "seed": run.seed}
     if run.checkpoint_dir is not None:
         flags["checkpoint_dir"] = run.checkpoint_dir / "one-step"
     if not (run.output_dir / "one-step" / CLOCK_FILE).exists():
@@ -168,10 +166,8 @@ def train_settled(
         holdout = values.data.holdout, values.data.data_seed or 0
         rows = open_distilled(distilled, data.items, data.space, holdout, choose_precision(run, state.device))
         data, words = replace(data, rows=rows), [f"{len(rows):,} {rows.info.source}"]
-    training, held_out = (data.rows, None) if data.split is None else data.split.divide(data.rows)
-    callbacks = [DataSheetHook(words, pictures), *evaluation_hooks(run, values.evaluation, flow, data)]
-    if held_out is not None:
-        callbacks.insert(1, build_heldout_hook(run, values.evaluation, training, held_out))
+    training, held_out = data.divided_rows
+    callbacks = [DataSheetHook(words, pictures), *build_callbacks(run, values.evaluation, flow, data, pictures)]
     texts_of = data.items if distilled is not None else held_out  # distillation data have no texts for previews
     return Trainer(flow, training, run, callbacks=callbacks, preview_data=texts_of, clock=clock, **records).train()
 

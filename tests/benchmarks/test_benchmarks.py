@@ -1,7 +1,9 @@
 """Tests of the benchmarks: time limits, and the checks of a first run on a GPU."""
 
+import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import psutil
@@ -73,3 +75,30 @@ def test_a_wrong_number_fails_on_a_first_run(
     output = capfd.readouterr().out
     assert verdicts(output) == {"mean-float32": "FAIL"}
     assert output.endswith("1 failed: mean-float32\n")
+
+
+def test_a_run_is_timed_while_it_is_killed_and_beside_other_programs(tmp_path: Path) -> None:
+    """A command that is killed twice starts three times; the busy programs end with it."""
+    import budget
+
+    log, before = tmp_path / "log.txt", len(psutil.Process().children())
+    command = [sys.executable, "-c", "import time; print('begun', flush=True); time.sleep(1.2)"]
+    killed = budget.Situation("", kills=(0.3, 0.6), busy_from=0.3)
+    seconds, code = budget.run_in(killed, command, 3.0, log)
+    assert (code, 3 <= seconds < PATIENCE) == (0, True)
+    assert log.read_text() == "begun\n" * 3
+    assert len(psutil.Process().children()) == before
+    seconds, code = budget.run_in(budget.Situation(""), command, 0.1, log)
+    assert (code, seconds < 1.2) == (-9, True), "a run that takes several times its budget is ended"
+
+
+def test_the_rows_of_a_table_have_the_plan(tmp_path: Path) -> None:
+    import budget
+
+    output = "time        2.0 s to start and read, 50 s to train\r 5%|\rlength      7 steps of 8\nother       1\n"
+    plan = budget.plan_of(output.replace("s to train", "s to train\n"))
+    assert plan == {"time": ["2.0 s to start and read, 50 s to train"], "length": ["7 steps of 8"]}
+    row = budget.Result("1m", "c", 9, 66.0, 60.0, 0.5, [5, 6], [1, 0], plan)
+    (tmp_path / "rows.jsonl").write_text(json.dumps(asdict(row)) + '\n{"budget": ')
+    assert budget.read_rows(tmp_path / "rows.jsonl") == [row]
+    assert "| 1m | c: busy from the middle | 9 | 66 | **1.10** | 0.5 | 5 + 6 | 1 + 0 | 2.0 s to" in budget.table([row])
