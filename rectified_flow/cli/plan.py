@@ -38,6 +38,7 @@ SIZES = {  # images from which a size and its --autoencoder give better pictures
     (32, ()): 0,
 }
 SPOILED = 14.0  # error above which an autoencoder spoils pictures (docs/latents.md)
+UNMEASURED = 1.5  # bound of the speed of a size: this multiple of a smaller one's, in proportion to the pixels
 MIN_SHARE_OF_SIDE = 0.75  # smallest ratio of the side of the pictures to the chosen size; a guess
 STARTER_DIMS = {False: 32, True: 48}  # --dim of the starters for pixels and for latents
 STARTER_SIDES = {"pixels": range(32, 2**14 + 1), "small": range(32)}  # where half of the weights or more fit
@@ -215,12 +216,18 @@ def choose_size(
         measure: returns the speed at a size.
         error: returns how much an autoencoder changes the pictures at a size.
     """
-    spoiled = ""
+    spoiled, rate_of = "", cache(lambda size, autoencoder: measure(size, autoencoder).rate)
     for (size, autoencoder), min_images in SIZES.items():
         if side < MIN_SHARE_OF_SIDE * size:
             continue
+        # Steps of a large size take long on a busy machine, so the speed of a smaller size rules it out.
+        smaller = max((each for each, kind in SIZES if each < size and kind == autoencoder), default=None)
+        if smaller is not None:
+            most = UNMEASURED * rate_of(smaller, autoencoder) * (smaller / size) ** 2
+            if TRAINED_SHARE * seconds * most < min_images:
+                continue
         augment = for_pictures(pictures, augmentable=not autoencoder).get("augment", 0.0)
-        fitting = TRAINED_SHARE * seconds * measure(size, autoencoder).rate
+        fitting = TRAINED_SHARE * seconds * rate_of(size, autoencoder)
         images = min(fitting, limit_of(pictures, augment, latents=bool(autoencoder)))
         if images >= min_images:
             if (changed := error(size, autoencoder) if autoencoder else 0.0) > SPOILED:

@@ -97,7 +97,11 @@ def test_the_size_depends_on_the_images_that_the_run_may_process(
 @pytest.mark.parametrize(("words", "side"), [("", 256), ("--mixed_precision bf16", 256), ("--mixed_precision no", 128)])
 def test_the_size_is_chosen_by_the_speed_in_the_faster_precision(words: str, side: int) -> None:
     """The 400,000 images that 256 px need fit into an hour in bf16, but not in float32."""
-    speed = lambda tried, *_: Speed(150.0 if tried.values.run.mixed_precision == "bf16" else 100.0)  # noqa: E731
+
+    def speed(tried: Settings[TrainConfig], *_: object) -> Speed:
+        rate = 150.0 if tried.values.run.mixed_precision == "bf16" else 100.0
+        return Speed(rate * (256 / tried.values.data.image_size) ** 2)
+
     with patch.object(choices, "speed_of", speed):
         assert recipe_of(words, OwnPictures([(256, 256)] * 2000)).data.image_size == side
 

@@ -14,6 +14,7 @@ from rectified_flow.cli.plan import (
     Plan,
     Starter,
     Trial,
+    choose_size,
     for_pictures,
     network_flags,
     plan,
@@ -311,3 +312,19 @@ def test_fewer_pictures_get_more_help() -> None:
     assert [for_pictures(count).get("holdout", 0) for count in (100, 200, 2000, 40_000)] == [0, 0.15, 0.05, 0.01]
     for count in range(125, 30_000, 7):
         assert for_pictures(count)["holdout"] * count >= 30, "fewer might be too few by chance, and refused"
+
+
+@pytest.mark.parametrize(("rate", "seconds", "measured"), [(50.0, 3600.0, {128}), (200.0, 36e3, {128, 256})])
+def test_a_size_is_measured_only_if_a_smaller_one_is_fast_enough(
+    rate: float, seconds: float, measured: set[int]
+) -> None:
+    """The time of a step is in proportion to the pixels; 256 px need 400,000 images."""
+    sizes = list[int]()
+
+    def measure(size: int, _autoencoder: tuple[str, ...]) -> Speed:
+        sizes.append(size)
+        return Speed(rate * (128 / size) ** 2)
+
+    made = choose_size(20_000, 500, seconds, measure)
+    assert made.settings["image_size"] == max(measured)
+    assert sorted(sizes) == sorted(measured), "each once"
