@@ -65,7 +65,7 @@ class Trained:
     source: Path
     weights: str
     """The name of the weights in reports: averaged weights, last weights or an average of some length."""
-    config: Document
+    config: Mapping[str, Document]
     """The contents of its ``config.json``; empty if there is none."""
     run: RunIdentity | None
     """Identity of the run that wrote the checkpoint; None if the checkpoint contains weights only."""

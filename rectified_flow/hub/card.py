@@ -17,7 +17,7 @@ CARD_TEMPLATE = Path(__file__).with_name("model_card.md")
 
 
 class CardContents(TypedDict, total=False):
-    """What a model card says beside the description of the flow."""
+    """Contents of a model card beside the description of the flow."""
 
     metadata: Document
     """Entries of the card's header, such as ``license`` and ``tags``."""

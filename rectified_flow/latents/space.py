@@ -20,7 +20,7 @@ from rectified_flow.data.store_writer import StoreWriter, claimed, fill, key_of
 from rectified_flow.errors import UsageError
 from rectified_flow.latents.autoencoders import Autoencoder, PretrainedAutoencoder
 from rectified_flow.parts import choose, split_part
-from rectified_flow.registry import Document, describe, names, register
+from rectified_flow.registry import describe, names, register
 from rectified_flow.spaces.pictures import GREY, RGB, Pictures
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.spaces.space import DataFacts, Shape, Space
@@ -308,7 +308,7 @@ def encode_pictures(pictures: ImageDataset, autoencoder: Autoencoder, *, mirrore
         variants = [images, images.flip(-1)][: 1 + mirrored]
         return {"latents": torch.cat([space.latents_of(each) for each in variants], dim=1).half()}
 
-    def document() -> Document:
+    def document() -> dict[str, object]:
         mean, std = channel_scales(writer.stage / LATENTS_FILE, writer.length, writer.shapes[LATENTS_FILE])
         described = describe(space) | {"mean": mean, "std": std}
         more = {name: getattr(info, name) for name in ("source", "image_size", "class_names")}

@@ -156,7 +156,8 @@ class Unet(Network):
     @override
     def divisor_of(cls, arguments: Mapping[str, object]) -> int:
         mults = arguments.get("dim_mults", (1, 2, 3, 4))
-        return 2 ** (len(mults) - 1) if isinstance(mults, Sequence) else 1
+        assert isinstance(mults, Sequence)
+        return 2 ** (len(mults) - 1)
 
     def forward(self, x: Tensor, t: Tensor, r: Tensor | None = None, **conditions: Tensor) -> Tensor:
         """Evaluate the network.
