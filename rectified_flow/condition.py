@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Protocol, Self
 
 import numpy as np
 import torch
@@ -19,9 +19,11 @@ from typing_extensions import override
 
 from rectified_flow import randomness
 from rectified_flow.errors import UsageError
-from rectified_flow.registry import register
+from rectified_flow.registry import Document, register
 
 if TYPE_CHECKING:
+    from accelerate import PartialState
+
     from rectified_flow.exportable import Exportable
 
 
@@ -63,6 +65,13 @@ class Condition(ABC):
         return None
 
 
+class StoredValues(Protocol):
+    """The values of a column, read by their numbers."""
+
+    def __getitem__(self, numbers: list[int], /) -> Tensor:
+        """Return the values ``[n, ...]`` of some numbers."""
+
+
 class WrittenCondition(Condition):
     """A kind of condition whose values a user can write, for example in a column of metadata.
 
@@ -91,8 +100,14 @@ class WrittenCondition(Condition):
 
     @classmethod
     @abstractmethod
-    def fit(cls, texts: Sequence[str], **options: Any) -> Self:
-        """Return the condition of a column with these texts; the options are those of encoders."""
+    def fit(cls, texts: Sequence[str], *, text_encoder: str | None = None, text_tokens: int = 0) -> Self:
+        """Return the condition of a column with these texts.
+
+        Args:
+            texts: the texts.
+            text_encoder: folder or hub id of the encoder of captions; None for a bag of words.
+            text_tokens: number of tokens of a caption that a network attends to.
+        """
 
     def split(self, text: str) -> list[str]:
         """Return the values in the text of a flag, separated by semicolons or else by commas."""
@@ -102,7 +117,7 @@ class WrittenCondition(Condition):
     def parse(self, texts: Sequence[str]) -> Tensor:
         """Return the values ``[n, ...]`` of texts."""
 
-    def stored(self, texts: Sequence[str], folder: Path, state: Any) -> Any:
+    def stored(self, texts: Sequence[str], folder: Path, state: "PartialState") -> "StoredValues":
         """Return the values of a column, indexed by a list of numbers; ``folder`` keeps encoded values. Collective."""
         return self.parse(texts)
 
@@ -117,7 +132,7 @@ class WrittenCondition(Condition):
         """
         return {}
 
-    def exported(self) -> dict[str, Any]:
+    def exported(self) -> Document:
         """Return what a caller of an exported program needs to know to choose values."""
         raise UsageError(f"a {self.column_type} cannot be exported: train without this condition")
 
@@ -167,7 +182,7 @@ class Labels(WrittenCondition):
 
     @classmethod
     @override
-    def fit(cls, texts: Sequence[str], **options: Any) -> Self:
+    def fit(cls, texts: Sequence[str], **options: object) -> Self:
         names = sorted(set(texts))
         return cls(len(names), tuple(names))
 
@@ -198,7 +213,7 @@ class Labels(WrittenCondition):
         return F.one_hot(values, self.num_classes + 1).double()
 
     @override
-    def exported(self) -> dict[str, Any]:
+    def exported(self) -> Document:
         return {"kind": "label", "names": list(self.examples), "none": self.num_classes}
 
     @override
@@ -263,7 +278,7 @@ class Number(WrittenCondition):
 
     @classmethod
     @override
-    def fit(cls, texts: Sequence[str], **options: Any) -> Self:
+    def fit(cls, texts: Sequence[str], **options: object) -> Self:
         numbers = np.array([as_number(text) for text in texts])
         return cls(tuple(np.quantile(numbers, np.linspace(0, 1, QUANTILES)).astype(np.float32).tolist()))
 
@@ -297,7 +312,7 @@ class Number(WrittenCondition):
         return torch.from_numpy(np.interp(values, self.quantiles, shares))[:, None]
 
     @override
-    def exported(self) -> dict[str, Any]:
+    def exported(self) -> Document:
         return {"kind": "number", "quantiles": list(self.quantiles)}
 
     @override

@@ -9,7 +9,7 @@ from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 from secrets import token_hex
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -54,7 +54,7 @@ def join_processes() -> PartialState:
     return state
 
 
-def check_equal(state: Accelerator | PartialState, facts: Callable[[], Mapping[str, Any]]) -> None:
+def check_equal(state: Accelerator | PartialState, facts: Callable[[], Mapping[str, object]]) -> None:
     """Compare ``facts()``, and the code that runs, between the processes. Collective.
 
     ``facts`` returns values by a name that is printed in the error.

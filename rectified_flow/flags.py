@@ -9,16 +9,19 @@ default, so that a program prints its help at once.
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, TypeGuard, TypeVar, get_type_hints
 
 import tyro
 from annotated_types import Ge, Gt, Interval, Le, Lt
 
 from rectified_flow.errors import UsageError, quoted
 from rectified_flow.parts import name_of, validated
-from rectified_flow.registry import as_plain
+from rectified_flow.registry import Document, as_plain
 
-C = TypeVar("C")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+C = TypeVar("C", bound="DataclassInstance")
 Positive = Annotated[int, Interval(gt=0, lt=2**53)]  # float64, as in JSON, is exact up to 2**53
 Natural = Annotated[int, Interval(ge=0, lt=2**53)]
 AtLeastTwo = Annotated[int, Interval(ge=2, lt=2**53)]
@@ -76,14 +79,14 @@ class Flags:
             object.__setattr__(self, each.name, value)
 
 
-def default_is(text: str) -> Any:
+def default_is(text: str) -> object:
     """Annotate a flag whose default is None with the default in words for the help."""
     return tyro.conf.arg(help_behavior_hint=lambda own: f"(default: {text if own in ('None', '') else own})")
 
 
-def flag_types(config_class: Any) -> dict[str, Any]:
+def flag_types(config_class: "type[DataclassInstance]") -> dict[str, object]:
     """Return the annotations of all flags by name, also of nested groups."""
-    kinds, hints = dict[str, Any](), get_type_hints(config_class, include_extras=True)
+    kinds, hints = dict[str, object](), get_type_hints(config_class, include_extras=True)
     for each in fields(config_class):
         kind = hints[each.name]
         nested = isinstance(kind, type) and is_dataclass(kind)
@@ -91,24 +94,29 @@ def flag_types(config_class: Any) -> dict[str, Any]:
     return kinds
 
 
-def rules_of(config_class: Any) -> dict[str, Rule]:
+def rules_of(config_class: "type[DataclassInstance]") -> dict[str, Rule]:
     """Return the rules of all flags by name."""
     notes = {name: getattr(hint, "__metadata__", ()) for name, hint in flag_types(config_class).items()}
     return {name: next((each for each in of if isinstance(each, Rule)), Rule()) for name, of in notes.items()}
 
 
-def values_of(config: Any) -> dict[str, Any]:
+def is_group(value: object) -> "TypeGuard[DataclassInstance]":
+    """Return whether the value of a field is a nested group of flags."""
+    return is_dataclass(value) and not isinstance(value, type)
+
+
+def values_of(config: "DataclassInstance") -> dict[str, object]:
     """Return the values of all flags by name, also of nested groups."""
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     for each in fields(config):
         value = getattr(config, each.name)
-        values |= values_of(value) if is_dataclass(value) else {flag_name(each.name): value}
+        values |= values_of(value) if is_group(value) else {flag_name(each.name): value}
     return values
 
 
-def defaults_of(config_class: Any) -> dict[str, Any]:
+def defaults_of(config_class: "type[DataclassInstance]") -> dict[str, object]:
     """Return the defaults of all flags by name, as their groups declare them."""
-    defaults, hints = dict[str, Any](), get_type_hints(config_class)
+    defaults, hints = dict[str, object](), get_type_hints(config_class)
     for each in fields(config_class):
         kind = hints[each.name]
         nested = isinstance(kind, type) and is_dataclass(kind)
@@ -116,31 +124,31 @@ def defaults_of(config_class: Any) -> dict[str, Any]:
     return defaults
 
 
-def with_values(config: C, values: Mapping[str, Any]) -> C:
+def with_values(config: C, values: Mapping[str, object]) -> C:
     """Return the groups of flags with these values by name, which are checked again."""
-    changes: dict[str, Any] = {}
-    for each in fields(config):  # type: ignore[arg-type]
+    changes: dict[str, object] = {}
+    for each in fields(config):
         group = getattr(config, each.name)
-        if is_dataclass(group):
+        if is_group(group):
             changes[each.name] = with_values(group, values)
         elif flag_name(each.name) in values:
             changes[each.name] = values[flag_name(each.name)]
-    return replace(config, **changes)  # type: ignore[type-var]
+    return replace(config, **changes)
 
 
-def plain(config: Any, *, paths: bool = True) -> dict[str, Any]:
+def plain(config: "DataclassInstance", *, paths: bool = True) -> Document:
     """Return all flags by name, also those of nested configs, as JSON and trackers can hold them."""
     values = values_of(config).items()
     return {name: as_plain(value, name) for name, value in values if paths or not isinstance(value, Path)}
 
 
-def flag_of(config_class: Any, argument: str) -> str | None:
+def flag_of(config_class: "type[DataclassInstance]", argument: str) -> str | None:
     """Return the name of the flag for an argument that a message names; None if the program has none."""
     rules = rules_of(config_class)
     return next((name for name, rule in rules.items() if argument in (name, rule.stands_for)), None)
 
 
-def recorded(config: Any) -> dict[str, Any]:
+def recorded(config: "DataclassInstance") -> Document:
     """Return the flags that a run's ``config.json`` keeps, to start the run again."""
     rules = rules_of(type(config))
     return {name: value for name, value in plain(config).items() if rules[name].recorded}

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import torch
 from typing_extensions import TypeVar
@@ -15,7 +14,7 @@ from rectified_flow.errors import UsageError
 from rectified_flow.flows import mean, rectified  # noqa: F401  they register the flows
 from rectified_flow.flows.flow import Flow, network_of, sampling_defaults
 from rectified_flow.networks import unet  # noqa: F401  it registers the network
-from rectified_flow.registry import build
+from rectified_flow.registry import Document, build
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.checkpoint import FLOW_FILE, RunIdentity
 from rectified_flow.runs.folder import read_config
@@ -46,7 +45,7 @@ def load_flow(path: str | Path, kind: type[F] = Flow) -> F:  # type: ignore[assi
     return trained.flow
 
 
-def build_flow(description: Mapping[str, Any], source: Path | str) -> Flow:
+def build_flow(description: Mapping[str, object], source: Path | str) -> Flow:
     """Build the flow of a description with fresh weights."""
     try:
         flow = build(description)
@@ -65,13 +64,13 @@ class Trained:
     source: Path
     weights: str
     """The name of the weights in reports: averaged weights, last weights or an average of some length."""
-    config: Mapping[str, Any]
+    config: Mapping[str, Document]
     """The contents of its ``config.json``; empty if there is none."""
     run: RunIdentity | None
     """Identity of the run that wrote the checkpoint; None if the checkpoint contains weights only."""
 
     @property
-    def flags(self) -> Mapping[str, Any]:
+    def flags(self) -> Document:
         """The flags of the run, as its ``config.json`` has them."""
         return self.config.get("training", {})
 
@@ -121,7 +120,7 @@ def model_hash(flow: Flow) -> str:
     return sha256(checkpoint.to_bytes(checkpoint.own_weights(network_of(flow)))).hexdigest()
 
 
-def solver_name(flow: Flow, options: Mapping[str, Any]) -> str | None:
+def solver_name(flow: Flow, options: Mapping[str, object]) -> str | None:
     """Return the solver that ``flow.sample`` uses with these options; None if the flow has no choice of solvers."""
     defaults = sampling_defaults(flow)
     return str(options.get("solver", defaults["solver"])) if "solver" in defaults else None
@@ -132,10 +131,10 @@ def autocast(precision: str, device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
 
 
-def read_results(folder: Path) -> list[dict[str, Any]]:
+def read_results(folder: Path) -> list[Document]:
     """Return the results of evaluate.py in ``folder``, or an empty list if there are none."""
     path = folder / RESULTS_FILE
-    results = read_document(path, list[dict[str, Any]]) if path.exists() else []
+    results = read_document(path, list[Document]) if path.exists() else []
     for result in results:
         check_document(result.get("distances"), dict[str, float], path)
         check_document({name: result[name] for name in RESULT_TEXTS if name in result}, dict[str, str], path)

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,10 +26,10 @@ class Choice:
 
     flag: str
     target: Any
-    arguments: Mapping[str, Any]
+    arguments: Mapping[str, object]
     role: Role | type
 
-    def build(self, *inputs: object, **offered: Any) -> Any:
+    def build(self, *inputs: object, **offered: object) -> Any:
         """Call the target with its inputs and arguments, and with what it needs of the offered arguments.
 
         Args:
@@ -47,7 +47,7 @@ class Choice:
             name = self.target.__qualname__.removesuffix(".of")
             raise UsageError(f"{quoted(self.flag)} {name} cannot be built ({first_line(error)})") from error
 
-    def _check_declared(self, arguments: Mapping[str, Any], inputs: int) -> None:
+    def _check_declared(self, arguments: Mapping[str, object], inputs: int) -> None:
         """Check that the target asks for each offered argument that it requires."""
         offers, needed = {} if isinstance(self.role, type) else OFFERS.get(self.role, {}), needs_of(self.target)
         parameters = [*parameters_of(self.target).values()][inputs:]
@@ -77,15 +77,15 @@ def choose(flag: str, role: Role | type, part: Sequence[str]) -> Choice:
     return Choice(flag, target, typed_options(flag, target, options), role)
 
 
-def typed_options(flag: str, target: Any, options: Sequence[str]) -> dict[str, Any]:
+def typed_options(flag: str, target: Callable[..., object], options: Sequence[str]) -> dict[str, object]:
     """Return ``KEY=VALUE`` options with the types that the parameters of ``target`` are annotated with."""
-    parameters, typed = parameters_of(target), {}
+    parameters, typed = parameters_of(target), dict[str, object]()
     for option in options:
         key, equals, text = option.partition("=")
         if not equals or key not in parameters:
             known, name = ", ".join(parameters) or "none", target.__qualname__.removesuffix(".of")
             raise UsageError(f"{quoted(flag)} {option}: {name} takes KEY=VALUE with the keys {known}")
-        candidates = [text]
+        candidates: list[object] = [text]
         with suppress(ValueError, RecursionError):  # a number of more than 4,300 digits, and brackets in brackets
             candidates = [json.loads(text), text]
         typed[key] = validated(f"{quoted(flag)} {key}", candidates, parameters[key].annotation)
@@ -101,7 +101,7 @@ def choose_named(flag: str, base: type, text: str) -> Any:
     return Choice(flag, target, typed_options(flag, target, options), base).build()
 
 
-def validated(name: str, candidates: Sequence[Any], hint: Any) -> Any:
+def validated(name: str, candidates: Sequence[object], hint: Any) -> Any:
     """Return the first candidate that fits the annotation ``hint``, as a value of its type."""
     from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -118,7 +118,7 @@ def validated(name: str, candidates: Sequence[Any], hint: Any) -> Any:
     raise UsageError(f"{name} is {str(problem['input'])[:LONGEST]}; it must {requirement}")
 
 
-def arguments_from(group: object, names: Sequence[str], target: Any) -> dict[str, Any]:
+def arguments_from(group: object, names: Sequence[str], target: Callable[..., object]) -> dict[str, object]:
     """Return those of the named flags that differ from their defaults, as arguments that ``target`` needs."""
     values = {name: getattr(group, name) for name in names}
     given = {name: value for name, value in values.items() if value != getattr(type(group), name)}

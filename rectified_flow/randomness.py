@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -126,9 +125,9 @@ def strata(purpose: str, count: int, device: Device) -> Tensor:
     return _draw(_strata, purpose, (count,), device)
 
 
-def _strata(shape: Sequence[int], **settings: Any) -> Tensor:
-    u = torch.rand(shape, **settings)
-    return (torch.randperm(len(u), **settings) + u) / len(u) if u.ndim else u
+def _strata(shape: Sequence[int], device: Device | None = None, generator: torch.Generator | None = None) -> Tensor:
+    u = torch.rand(shape, device=device, generator=generator)
+    return (torch.randperm(len(u), device=device, generator=generator) + u) / len(u) if u.ndim else u
 
 
 def randint(purpose: str, high: int, shape: Sequence[int], device: Device) -> Tensor:

@@ -58,7 +58,9 @@ OFFERS: Mapping[Role, Mapping[str, str]] = {
     },
 }
 """The arguments that programs offer to the parts of a role, which ``needs`` of :func:`register` asks for."""
-T = TypeVar("T", bound=Callable[..., Any])
+T = TypeVar("T", bound=Callable[..., object])
+Document = dict[str, Any]
+"""A JSON object with values of many types, such as a description, the contents of a file, or a line of a log."""
 _REGISTERED: defaultdict[Role | None, dict[str, Any]] = defaultdict(dict)
 """Registered classes and functions by role and name. The role None has all classes that checkpoints describe."""
 _DESCRIBED: tuple[Role | None, ...] = (None, "network", "flow")
@@ -158,7 +160,7 @@ def is_registered(value: object) -> bool:
     return _REGISTERED[None].get(type(value).__name__) is type(value)
 
 
-def describe(value: object) -> dict[str, Any]:
+def describe(value: object) -> Document:
     """Describe an object of a registered class, with its constructor's arguments, as JSON can hold it."""
     kind = type(value).__name__
     if not is_registered(value):
@@ -171,7 +173,7 @@ def describe(value: object) -> dict[str, Any]:
     return {"kind": kind} | arguments
 
 
-def build(description: Mapping[str, Any]) -> Any:
+def build(description: Mapping[str, object]) -> Any:
     """Build the object that :func:`describe` described; lists become tuples."""
     name = str(description.get("kind"))
     _complete()
@@ -186,29 +188,29 @@ def build(description: Mapping[str, Any]) -> Any:
         raise UsageError(f"{name} cannot be built from its description: {first_line(error)}") from error
 
 
-def parameters_of(target: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+def parameters_of(target: Callable[..., object]) -> dict[str, inspect.Parameter]:
     """Return the parameters of a function or constructor by name, with their annotations resolved.
 
     ``**settings`` of a constructor stands for the parameters of the base class.
     """
-    functions: list[Any] = [target]
+    functions: list[Callable[..., object]] = [target]
     if isinstance(target, type):
         functions = [vars(each)["__init__"] for each in target.__mro__ if "__init__" in vars(each)]
     found: dict[str, inspect.Parameter] = {}
     for function in functions:
-        hints: dict[str, Any] = {}
+        hints: dict[str, object] = {}
         with suppress(Exception):  # a user's annotation may name what is imported for type checks only
             hints = get_type_hints(function, include_extras=True)
         parameters = inspect.signature(function).parameters.values()
         for each in parameters:
             if each.name != "self" and each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY):
-                found.setdefault(each.name, each.replace(annotation=hints.get(each.name, Any)))
+                found.setdefault(each.name, each.replace(annotation=hints.get(each.name, object)))
         if all(each.kind is not each.VAR_KEYWORD for each in parameters):
             break
     return found
 
 
-def _check_arguments(kind: type, arguments: dict[str, Any]) -> None:
+def _check_arguments(kind: type, arguments: dict[str, object]) -> None:
     """Check the arguments of a class of this package by its annotations, and turn text into paths.
 
     Classes outside of the package may have loose annotations, and check the values themselves.
@@ -231,7 +233,7 @@ def _check_arguments(kind: type, arguments: dict[str, Any]) -> None:
             raise UsageError(f"{name}: {error.errors(include_url=False)[0]['msg']}") from error
 
 
-def as_plain(value: object, name: str) -> Any:
+def as_plain(value: object, name: str) -> object:
     """Return the value called ``name`` in a form that JSON can store."""
     if is_registered(value):
         return describe(value)
@@ -246,7 +248,7 @@ def as_plain(value: object, name: str) -> Any:
     raise UsageError(f"{name} is a {type(value).__name__}, neither plain data nor of a registered class")
 
 
-def _built(value: Any) -> Any:
+def _built(value: object) -> object:
     if isinstance(value, list):
         return tuple(_built(each) for each in value)
     if isinstance(value, Mapping):
@@ -254,6 +256,6 @@ def _built(value: Any) -> Any:
     return value
 
 
-def _source(target: Any) -> tuple[str, str | None]:
+def _source(target: Callable[..., object]) -> tuple[str, str | None]:
     """Return the place of a definition: a program's own module may be imported twice, once as ``__main__``."""
     return target.__qualname__, getattr(sys.modules.get(target.__module__), "__file__", None)

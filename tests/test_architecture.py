@@ -276,7 +276,7 @@ def test_folders_do_not_import_each_other() -> None:
 def test_what_makes_code_hard_to_change_does_not_grow() -> None:
     package = files_in("rectified_flow")
     assert sum(map(takes_all_settings, functions(package))) <= 11, "pass the values that a function needs"
-    assert untyped(package) <= 403, "name the type"
+    assert untyped(package) <= 215, "name the type"
 
 
 def test_only_the_programs_spell_a_flag() -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -111,7 +110,7 @@ class Clouds(Medium):
         dots = F.max_pool2d(pictures.reshape(-1, 1, PICTURE_SIDE, PICTURE_SIDE), DOT, stride=1, padding=DOT // 2)
         return dots.to(torch.uint8).expand(-1, 3, -1, -1)
 
-    def problem_with(self, batch: dict[str, Any]) -> str | None:
+    def problem_with(self, batch: Mapping[str, Tensor]) -> str | None:
         """Describe what is wrong with the clouds of a batch, or return None."""
         return problem_of(batch[self.space.key], self.space.geometry)
 

@@ -26,7 +26,7 @@ from rectified_flow.evaluation.features import GREY_LEVELS, RealData, average_co
 from rectified_flow.flags import with_values
 from rectified_flow.flows.flow import Flow, sample_batches
 from rectified_flow.flows.solvers import NO_GUIDANCE
-from rectified_flow.hub import card_of_run, claim_model, save_pretrained
+from rectified_flow.hub import CardContents, card_of_run, claim_model, save_pretrained
 from rectified_flow.load import Trained, autocast, model_hash, solver_name
 from rectified_flow.runs.checkpoint import early_of
 from rectified_flow.spaces.medium import Medium
@@ -98,7 +98,7 @@ def sample(config: SampleConfig) -> None:
     options |= {"seed": flags.seed, "batch_size": config.model.batch_size}
     request = read_request(flags, trained, options) if like is None else _repeat(like, trained, options)
     settings = _settings_of(config, trained, request)
-    card = {} if model is None else card_of_run(trained, flags.license)
+    card = CardContents() if model is None else card_of_run(trained, flags.license)
     data = None
     if flags.nearest is not None:  # a folder is where the training pictures are now
         data = real_data(trained, dataset_path=next(iter(flags.nearest), None))[0]
@@ -121,7 +121,7 @@ def sample(config: SampleConfig) -> None:
     if model is not None and state.is_main_process:
         with writing(f"the model in --save_pretrained {model}"):
             write_output(model / MODEL_GRID, grid.read_bytes())
-            save_pretrained(trained.flow, model, grid=MODEL_GRID, **card)
+            save_pretrained(trained.flow, model, **card | {"grid": MODEL_GRID})
         tqdm.write(lines({"model": model}))
 
 

@@ -10,19 +10,21 @@ from contextlib import redirect_stderr, suppress
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, get_args
 
 import tyro
 
 from rectified_flow.cli.budget import with_joined_time
 from rectified_flow.cli.hints import hints
 from rectified_flow.errors import DamageError, UsageError, first_line
-from rectified_flow.flags import defaults_of, flag_types, is_default, refuse, rules_of, values_of, with_values
+from rectified_flow.flags import C, defaults_of, flag_types, is_default, refuse, rules_of, values_of, with_values
 from rectified_flow.system.files import check_document, read_document
 from rectified_flow.system.terminal import at_least_wide, shown
 
-C = TypeVar("C")
-C_co = TypeVar("C_co", covariant=True)
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+C_co = TypeVar("C_co", bound="DataclassInstance", covariant=True)
 Layer = Literal["default", "recorded", "teacher", "plan", "file", "given"]
 LAYERS: tuple[Layer, ...] = get_args(Layer)
 """The layers from the bottom up: defaults of the program; flags that the run began with; those of the run of its
@@ -127,7 +129,7 @@ def read_settings(
     names = {word.removeprefix("no_") for word in words}
     values = values_of(_parsed(config_class, description, arguments, quiet=quiet))
     layers: dict[Layer, Flags] = {"given": {name: value for name, value in values.items() if name in names}}
-    if (file := values.get("config")) is not None:
+    if isinstance(file := values.get("config"), Path):
         layers["file"] = _from_file(config_class, file, names)
     settings = Settings(config_class, layers, began)
     check_rules(settings.values, settings.given)

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +22,11 @@ from torch import Tensor, nn
 
 from rectified_flow.evaluation.features import GREY_LEVELS, Features
 from rectified_flow.registry import register
+
+if TYPE_CHECKING:
+    import torchmetrics
+
+M = TypeVar("M", bound="torchmetrics.Metric")
 
 FIELDS = 8
 TOLERANCE = 3 / GREY_LEVELS
@@ -161,7 +166,7 @@ def nearest(queries: Tensor, real: Tensor, count: int) -> Tensor:
     return torch.cat([distances.topk(count, largest=False).indices for _, distances in _by_block(queries, real)])
 
 
-def _filled(metric: type[Any], real: Tensor, generated: Tensor, **options: Any) -> Any:
+def _filled(metric: type[M], real: Tensor, generated: Tensor, **options: object) -> M:
     """Return a metric of torchmetrics with two sets of features, which are extracted already."""
     network = nn.Identity()
     network.num_features = real.shape[1]  # type: ignore[assignment]  # read by the Fréchet distance

@@ -25,7 +25,7 @@ from rectified_flow.evaluation.features import (
     stored_batch,
 )
 from rectified_flow.flows.flow import SOURCE, Flow, sample_batches
-from rectified_flow.registry import find, names
+from rectified_flow.registry import Document, find, names
 from rectified_flow.spaces.medium import Medium
 
 METRICS = ("frechet", "kernel", "copies")  # the metrics that cost little
@@ -81,7 +81,7 @@ class Evaluator:
         return [load_features(self._network, self.state.device), average_colours()]
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Document:
         """Settings that must match for two results to be comparable; the feature network, once it is loaded."""
         info, network = self.dataset.info, self.features[0] if "features" in vars(self) else None
         return {
@@ -119,7 +119,7 @@ class Evaluator:
             return []
         return [reference_features(data, each, self.batch_size, medium) for each in self.features]
 
-    def generate(self, flow: Flow, **how: Any) -> Tensor:
+    def generate(self, flow: Flow, **how: object) -> Tensor:
         """Generate all samples, and return their features as :meth:`sample_features` does. Collective.
 
         Their conditions are those of :meth:`given`.
@@ -130,7 +130,7 @@ class Evaluator:
         self.prepare()
         return map_over_ranks(self.state, self.num_samples, lambda numbers: self.sample_features(flow, numbers, **how))
 
-    def sample_features(self, flow: Flow, numbers: Sequence[int], **how: Any) -> Tensor:
+    def sample_features(self, flow: Flow, numbers: Sequence[int], **how: object) -> Tensor:
         """Generate some samples, and return their features by all networks side by side, ``[n, d_1 + d_2]``.
 
         Args:

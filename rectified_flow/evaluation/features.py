@@ -5,7 +5,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,8 +13,9 @@ from accelerate import PartialState
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from rectified_flow.condition import ConditionSpecs
 from rectified_flow.data.store import ImageDataset
-from rectified_flow.data.stream import Batches, fingerprint_of
+from rectified_flow.data.stream import Batch, Batches, fingerprint_of
 from rectified_flow.distributed import map_over_ranks, on_main
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.evaluation import FeatureNetwork
@@ -125,7 +125,7 @@ def _efficientnet_lite0(device: torch.device) -> Features:
     return Features(name, f"{name}_frechet_distance", f"{name}_kernel_distance", resize, extract)
 
 
-class RenderedItems(Dataset[Any]):
+class RenderedItems(Dataset[Batch]):
     """The items of a dataset, as an evaluator reads pictures: rendered by the flow's space.
 
     Args:
@@ -136,10 +136,10 @@ class RenderedItems(Dataset[Any]):
 
     path = rows = None  # not in a store
 
-    def __init__(self, items: Dataset[Any], space: Space, name: str) -> None:
+    def __init__(self, items: Dataset[object], space: Space, name: str) -> None:
         self.items, self.space = items, space
         self.info = SimpleNamespace(source=name, image_size=None, framing=None)
-        self.conditions: dict[str, Any] = getattr(items, "conditions", {})
+        self.conditions: ConditionSpecs = getattr(items, "conditions", {})
         self.class_names: list[str] = list(getattr(self.conditions.get("labels"), "names", ()))
         self.fingerprint = fingerprint_of(items)
         self.names = [str(number) for number in range(len(self))]
@@ -163,7 +163,7 @@ class RenderedItems(Dataset[Any]):
 RealData = ImageDataset | RenderedItems  # data to which samples are compared
 
 
-def stored_batch(data: Any, numbers: Sequence[int], flow: Flow) -> dict[str, Tensor]:
+def stored_batch(data: Dataset[object], numbers: Sequence[int], flow: Flow) -> dict[str, Tensor]:
     """Return items of a dataset on the device of a flow, as the flow's space stores them."""
     space, batch = flow.space, Batches(data).__getitems__(numbers)
     batch = {name: values.to(flow.device) for name, values in batch.items()}

@@ -7,7 +7,7 @@ training loss falls further. :func:`judge` decides whether that has happened.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset
 
 from rectified_flow import randomness
+from rectified_flow.condition import Values
 from rectified_flow.data.store import ImageDataset, StoreDataset
 from rectified_flow.data.stream import permuted
 from rectified_flow.distributed import map_over_ranks, on_main
@@ -130,7 +131,7 @@ class HeldOutPictures:
         self.seed = seed
         places, keys = np.arange(self.count), [randomness.mix(seed, "held-out pictures")]
         chosen = [each.subset(permuted(places, len(each), keys)) for each in (held_out, training)]
-        self._pictures: ConcatDataset[Any] = ConcatDataset(chosen)
+        self._pictures: ConcatDataset[Values] = ConcatDataset(chosen)
 
     @property
     def passes(self) -> int:

@@ -1,7 +1,5 @@
 """The network call of a flow, which an exported program computes, and its description for callers."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -11,7 +9,7 @@ from rectified_flow.flows.flow import SOURCE, Flow
 from rectified_flow.flows.flow_map import FlowMap
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.load import solver_name
-from rectified_flow.registry import describe
+from rectified_flow.registry import Document, describe
 from rectified_flow.spaces.degradations import Degradation
 
 UNKNOWN = "unknown"
@@ -87,7 +85,7 @@ def _example_of(kind: WrittenCondition, count: int) -> Tensor:
     return values.nan_to_num(LARGEST)
 
 
-def model_json(call: NetworkCall, degradation: Degradation | None = None) -> dict[str, Any]:
+def model_json(call: NetworkCall, degradation: Degradation | None = None) -> Document:
     """Return the contents of ``model.json``: the inputs and output of the program, and the settings of sampling.
 
     Args:

@@ -2,9 +2,8 @@
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +15,7 @@ from rectified_flow.export.call import DECODER_FILE, MODEL_FILE, NetworkCall, mo
 from rectified_flow.export.format import Export, Files, Stage
 from rectified_flow.exportable import Exportable, Inputs
 from rectified_flow.load import Trained
-from rectified_flow.registry import register
+from rectified_flow.registry import Document, register
 
 DESCRIPTION = "model.json"
 TOLERANCE, HALF_TOLERANCE = 1e-4, 2e-2
@@ -37,7 +36,7 @@ def onnx(trained: Trained, *, half: bool = False) -> Export:
     return programs(call, model_json(call, trained.degradation), half=half)
 
 
-def programs(call: NetworkCall, description: Mapping[str, Any], *, half: bool) -> Export:
+def programs(call: NetworkCall, description: Document, *, half: bool) -> Export:
     """Return the export of a network call, of its decoder, of its text encoder and of their description."""
     modules = modules_of(call)
     stages: dict[str, Stage] = {name: partial(converted, name, each, half=half) for name, each in modules.items()}
@@ -50,7 +49,7 @@ def programs(call: NetworkCall, description: Mapping[str, Any], *, half: bool) -
     )
 
 
-def described(description: Mapping[str, Any], files: Files) -> dict[str, bytes]:
+def described(description: Document, files: Files) -> dict[str, bytes]:
     """Return the files, and the description as ``model.json``."""
     return {**files, DESCRIPTION: (json.dumps(description, indent=1) + "\n").encode()}
 
@@ -89,7 +88,7 @@ def converted(name: str, exported: Exportable, *, half: bool) -> tuple[Files, st
     return {exported.file: program, **exported.files}, about
 
 
-def _listed(output: Any) -> list[Tensor]:
+def _listed(output: Tensor | Sequence[Tensor]) -> list[Tensor]:
     """Return the outputs of a module as a program returns them."""
     return [output] if isinstance(output, Tensor) else [*output]
 
@@ -101,7 +100,7 @@ class _Positional(nn.Module):
         super().__init__()
         self.module, self.names = module, names
 
-    def forward(self, *inputs: Tensor) -> Any:
+    def forward(self, *inputs: Tensor) -> Tensor | Sequence[Tensor]:
         return self.module(**dict(zip(self.names, inputs, strict=True)))
 
 
@@ -121,7 +120,8 @@ def to_onnx(exported: Exportable, *, half: bool) -> bytes:
     sizes = {axis: Dim(name, max=largest) for axis, (name, largest) in enumerate(exported.axes)}
     positional, shapes = _Positional(exported.module, [*inputs]), {"inputs": (sizes,) * len(inputs)}
     program = torch.export.export(positional, tuple(inputs.values()), dynamic_shapes=shapes)
-    written: Any = torch.onnx.export(program, dynamo=True, verbose=False, input_names=list(inputs))
+    written = torch.onnx.export(program, dynamo=True, verbose=False, input_names=list(inputs))
+    assert written is not None  # torch.onnx.export returns None only without dynamo
     model = written.model_proto
     graph = model.graph
     for part in (model, graph, *graph.node, *graph.value_info, *graph.initializer, *graph.input, *graph.output):

@@ -6,13 +6,12 @@ from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
-from typing import Any
 
 
 class QuietHandler(SimpleHTTPRequestHandler):
     """Serves the files of a folder without a line for each."""
 
-    def log_message(self, *_arguments: Any) -> None:
+    def log_message(self, *_arguments: object) -> None:
         """Print nothing."""
 
 

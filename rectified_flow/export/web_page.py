@@ -2,18 +2,16 @@
 
 import json
 import lzma
-from collections.abc import Mapping
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 from rectified_flow.errors import UsageError
 from rectified_flow.export.call import NetworkCall, model_json
 from rectified_flow.export.format import Export, Files
 from rectified_flow.export.onnx import described, programs
 from rectified_flow.load import Trained, model_hash
-from rectified_flow.registry import register
+from rectified_flow.registry import Document, register
 from rectified_flow.spaces.degradations import Degradation, Downsample, Grey
 from rectified_flow.spaces.pictures import RGB
 from rectified_flow.system.files import read_bytes
@@ -71,7 +69,7 @@ def page_sources(thumbnail: bytes | None = None) -> dict[str, bytes]:
     return files | {THUMBNAIL: thumbnail}
 
 
-def finished(sources: Files, description: Mapping[str, Any], programs: Files) -> dict[str, bytes]:
+def finished(sources: Files, description: Document, programs: Files) -> dict[str, bytes]:
     """Return the files of a page: its description has the sizes of large files, and its service worker a version."""
     files = {**sources, **programs}
     sizes = {name: len(content) for name, content in files.items() if name.endswith(LARGE)}

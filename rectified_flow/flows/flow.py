@@ -18,7 +18,7 @@ from rectified_flow.flows.solvers import Inpaint
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.spaces.space import Space
 
-GPU_OPTIONS: dict[str, Any] = {
+GPU_OPTIONS: Mapping[str, int] = {
     # A value is computed wherever it is read, instead of being stored and read back.
     "realize_reads_threshold": 32,
     "realize_opcount_threshold": 300,
@@ -129,7 +129,7 @@ class Flow(nn.Module):
             kwargs["options"] = {name: value for name, value in GPU_OPTIONS.items() if name in known}
         self.loss = torch.compile(self.loss, *args, **kwargs)
 
-    def draw_batch(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor, Values]:
+    def draw_batch(self, batch: Values) -> tuple[Tensor, Tensor, Values]:
         """Draw ``x_0``, noise and conditions of a training batch, augmented and dropped as training does.
 
         Args:
@@ -155,7 +155,7 @@ class Flow(nn.Module):
             start, conditions = self.start_from(self._draw_noise(x_0, conditions, batch), conditions)
         return x_0, start, drop(self.conditions, conditions, self.condition_dropout) | described
 
-    def conditions_of(self, batch: dict[str, Any]) -> Values:
+    def conditions_of(self, batch: Values) -> Values:
         """Return the conditions in a batch by name, and the encoded source if the flow takes one.
 
         Args:
@@ -173,7 +173,7 @@ class Flow(nn.Module):
         is_encoded = is_drawn and source.is_floating_point()  # in a teacher's store
         return values | {SOURCE: source.float() if is_encoded else self.space.source_space.encode(source)}
 
-    def _written_conditions(self, batch: dict[str, Any]) -> Values:
+    def _written_conditions(self, batch: Values) -> Values:
         """Return the conditions in a batch without the source."""
         source = {SOURCE} if self.takes_source else set()
         return {name: batch[name] for name in self.conditions if name in batch and name not in source}
@@ -190,7 +190,7 @@ class Flow(nn.Module):
         source, others = conditions[SOURCE], {name: each for name, each in conditions.items() if name != SOURCE}
         return torch.where(source.isnan(), noise, source + self.source_noise * noise), others
 
-    def pair(self, **batch: Any) -> Tensor:
+    def pair(self, **batch: Tensor) -> Tensor:
         """Return the row of noise, or of the sources, for each row of a global batch, int64 ``[b]``.
 
         With the coupling ``ot``, the trainer calls it where all rows are present (:mod:`rectified_flow.randomness`),
@@ -206,7 +206,7 @@ class Flow(nn.Module):
         groups = _groups(self._written_conditions(batch))
         return optimal_pairs(squared_distances(self.masked(x_0)[0], starts), groups)
 
-    def _draw_noise(self, x_0: Tensor, conditions: Values, batch: dict[str, Any]) -> Tensor:
+    def _draw_noise(self, x_0: Tensor, conditions: Values, batch: Values) -> Tensor:
         if self.coupling == "immiscible":
             drawn = (randomness.randn(f"noise {k}", x_0.shape, x_0.device) for k in range(CANDIDATES))
             return nearest_candidate(self.masked(x_0)[0], drawn)
@@ -353,7 +353,7 @@ def sample_batches(
     mask: Tensor | None = None,
     draws: Sequence[int] | None = None,
     render: bool = True,
-    **options: Any,
+    **options: object,
 ) -> Iterator[tuple[Sequence[int], Tensor]]:
     """Generate samples, and yield their numbers and their pictures, uint8 ``[b, 3, h, w]``, a batch at a time.
 

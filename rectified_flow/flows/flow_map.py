@@ -134,7 +134,7 @@ class DistilledFlow(FlowMap):
         super().__init__(network, **settings)
         self.whole_fraction, self.halves_fraction = whole_fraction, halves_fraction
 
-    def forward(self, **batch: Any) -> Tensor:
+    def forward(self, **batch: Tensor) -> Tensor:
         """Draw an interval of each path and return the scalar loss; the first rows are those of whole paths."""
         path = batch["path"]
         x_0, _, conditions = self.draw_batch({**batch, "noise": path[:, 0]})

@@ -66,7 +66,7 @@ class MeanFlow(FlowMap):
         self.earlier_distribution = earlier_distribution or LogitNormal(-4.0, 1.6)
         self.guidance_scale, self.guidance_mixing = guidance_scale, guidance_mixing
 
-    def forward(self, **batch: Any) -> Tensor:
+    def forward(self, **batch: Tensor) -> Tensor:
         """Draw noise and intervals for a batch and return the scalar loss; see :meth:`Flow.draw_batch`.
 
         The first ``mean_fraction`` of the rows gets ``r < t``: the same count on every rank, and, as ranks hold

@@ -52,7 +52,7 @@ class RectifiedFlow(Flow):
         """The guidance scale of programs unless a flag sets it: the largest default of the conditions."""
         return max((getattr(kind, "guidance", 1.0) for kind in self.conditions.values()), default=1.0)
 
-    def forward(self, **batch: Any) -> Tensor:
+    def forward(self, **batch: Tensor) -> Tensor:
         """Draw noise and times for a batch and return the scalar loss; see :meth:`Flow.draw_batch`."""
         x_0, noise, conditions = self.draw_batch(batch)
         t = self.time_distribution.draw(len(x_0), x_0.device)

@@ -1,29 +1,44 @@
 """The model card of a flow, and what a run adds to it."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypedDict, Unpack
 
 from huggingface_hub import ModelCard, ModelCardData
 
 from rectified_flow.flags import plain, rules_of
 from rectified_flow.flows.flow import Flow
 from rectified_flow.load import Trained, model_hash, read_results
-from rectified_flow.registry import describe
+from rectified_flow.registry import Document, describe
 from rectified_flow.runs.training_config import TrainingConfig
 
 LIBRARY = "rectified-flow-trainer"
 CARD_TEMPLATE = Path(__file__).with_name("model_card.md")
 
 
-def model_card(flow: Flow, *, metadata: Mapping[str, Any] | None = None, **texts: Any) -> ModelCard:
-    """Return the README of a model, with a description and code that loads it."""
+class CardContents(TypedDict, total=False):
+    """Contents of a model card beside the description of the flow."""
+
+    metadata: Document
+    """Entries of the card's header, such as ``license`` and ``tags``."""
+    title: str
+    grid: str
+    """Path of a picture in the folder of the model."""
+    dataset: str
+    training: str | None
+    """Flags of the training as JSON."""
+    results: list[Document]
+    """Results of evaluate.py."""
+
+
+def model_card(flow: Flow, *, repo_id: str | None = None, **contents: Unpack[CardContents]) -> ModelCard:
+    """Return the README of a model, with a description and code that loads it from ``repo_id``, if it is known."""
+    metadata = contents.pop("metadata", {})
     reads = any(getattr(kind, "is_text", False) for kind in flow.conditions.values())
     task = "image-to-image" if flow.takes_source else "text-to-image" if reads else "unconditional-image-generation"
     module = None if type(flow).__module__.startswith("rectified_flow.") else type(flow).__module__
     return ModelCard.from_template(
-        ModelCardData(library_name=LIBRARY, pipeline_tag=task, **(metadata or {})),
+        ModelCardData(library_name=LIBRARY, pipeline_tag=task, **metadata),
         template_path=str(CARD_TEMPLATE),
         kind=type(flow).__name__,
         module=module,
@@ -33,11 +48,12 @@ def model_card(flow: Flow, *, metadata: Mapping[str, Any] | None = None, **texts
         conditions=", ".join(f"{name} ({type(kind).__name__.lower()})" for name, kind in flow.conditions.items()),
         parameters=f"{sum(each.numel() for each in flow.network.parameters()) / 1e6:.1f}",
         config=json.dumps(describe(flow), indent=1),
-        **texts,
+        repo_id=repo_id,
+        **contents,
     )
 
 
-def card_of_run(trained: Trained, license_name: str | None) -> dict[str, Any]:
+def card_of_run(trained: Trained, license_name: str | None) -> CardContents:
     """Return arguments of :func:`model_card` on the data, the training, and the evaluation of the weights."""
     flags, defaults, rules = trained.flags, plain(TrainingConfig()), rules_of(TrainingConfig)
     data = trained.data

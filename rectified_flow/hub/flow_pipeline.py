@@ -5,9 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from diffusers import DiffusionPipeline, ImagePipelineOutput
 from diffusers.image_processor import VaeImageProcessor
+from numpy.typing import NDArray
+from PIL.Image import Image
 
 from rectified_flow.condition import example_texts, read_written, written
 from rectified_flow.errors import UsageError
@@ -18,13 +21,14 @@ from rectified_flow.load import model_hash, solver_name
 from rectified_flow.system.pictures import GeneratedPicture, Provenance
 
 Written = str | int | float
+Pictures = list[Image] | NDArray[np.float32] | torch.Tensor
 
 
 class TrainedFlow:
     """The component ``flow`` of a pipeline. Its folder ``flow`` has code only; the weights are in the folder above."""
 
     @classmethod
-    def from_pretrained(cls, folder: str, **_options: Any) -> Flow:
+    def from_pretrained(cls, folder: str, **_options: object) -> Flow:
         """Return the flow of the folder above ``folder``, ready to sample."""
         return load_pretrained(Path(folder).parent)
 
@@ -42,7 +46,7 @@ class FlowPipeline(DiffusionPipeline):
         super().__init__()
         self.register_modules(flow=flow)  # type: ignore[attr-defined]
 
-    def save_pretrained(self, save_directory: str | Path, **_options: Any) -> None:
+    def save_pretrained(self, save_directory: str | Path, **_options: object) -> None:
         """Save the model so that ``from_pretrained`` loads it; its files do not depend on options of diffusers."""
         save_pretrained(self.flow, save_directory)
 
@@ -59,7 +63,7 @@ class FlowPipeline(DiffusionPipeline):
         batch_size: int | None = None,
         metadata: bool = True,
         **conditions: Written | Sequence[Written],
-    ) -> ImagePipelineOutput | tuple[Any]:
+    ) -> ImagePipelineOutput | tuple[Pictures]:
         """Return the pictures ``0`` to ``num_images - 1`` of a seed, which are those of ``sample.py``.
 
         Args:
@@ -92,9 +96,10 @@ class FlowPipeline(DiffusionPipeline):
             seed = int(torch.randint(2**31, (), generator=generator, device=generator.device))
         options: dict[str, Any] = {"seed": seed, "steps": num_inference_steps or flow.default_steps}
         options |= {"guidance": Guidance(scale)} if scale != 1 else {}
-        how: dict[str, Any] = {"batch_size": batch_size or 64, "conditions": read_written(flow.conditions, texts)}
-        drawn = sample_batches(flow, range(num_images), render=False, **how, **options)
+        options |= {"batch_size": batch_size or 64, "conditions": read_written(flow.conditions, texts)}
+        drawn = sample_batches(flow, range(num_images), render=False, **options)
         values = torch.cat([flow.space.medium.contents(data).cpu() for _, data in drawn]).float() / 255
+        # diffusers declares one picture, and returns a list of them.
         images: Any = VaeImageProcessor().postprocess(values, output_type, [False] * num_images)
         if output_type == "pil" and metadata:
             steps, solver = options["steps"], solver_name(flow, {})

@@ -4,13 +4,13 @@ import json
 from os.path import lexists
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Unpack
 
 from huggingface_hub import HfApi, snapshot_download
 
 from rectified_flow.flags import refuse
 from rectified_flow.flows.flow import Flow, network_of
-from rectified_flow.hub.card import model_card
+from rectified_flow.hub.card import CardContents, model_card
 from rectified_flow.load import build_flow
 from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
@@ -25,13 +25,16 @@ PIPELINE = Path(__file__).with_name("pipeline.py")
 """The code of both, which is copied into the folder of a model and into that of the component."""
 
 
-def save_pretrained(flow: Flow, folder: str | Path, **card: Any) -> None:
+def save_pretrained(
+    flow: Flow, folder: str | Path, *, repo_id: str | None = None, **card: Unpack[CardContents]
+) -> None:
     """Write a flow's description, weights and model card into ``folder``, and the files with which diffusers opens it.
 
     Args:
         flow: the flow.
         folder: the folder, made if it does not exist. A card that is there already stays.
-        card: arguments of :func:`model_card`.
+        repo_id: the id of the model on the hub, for the code of the card.
+        card: contents of the model card.
 
     Raises:
         UsageError: if a part of the flow is not registered.
@@ -48,7 +51,7 @@ def save_pretrained(flow: Flow, folder: str | Path, **card: Any) -> None:
     for place in (folder, folder / PIPELINE_FOLDER):
         replace_file(place / PIPELINE.name, PIPELINE.read_bytes())
     if not lexists(folder / CARD_FILE):  # nor a link that leads nowhere
-        replace_file(folder / CARD_FILE, str(model_card(flow, **card)))
+        replace_file(folder / CARD_FILE, str(model_card(flow, repo_id=repo_id, **card)))
 
 
 def claim_model(folder: Path) -> None:
@@ -76,7 +79,14 @@ def load_pretrained(source: str | Path, **options: Any) -> Flow:
     return flow.eval()
 
 
-def push_to_hub(flow: Flow, repo_id: str, *, private: bool | None = None, token: str | None = None, **card: Any) -> str:
+def push_to_hub(
+    flow: Flow,
+    repo_id: str,
+    *,
+    private: bool | None = None,
+    token: str | None = None,
+    **card: Unpack[CardContents],
+) -> str:
     """Upload a flow with its model card to the Hugging Face hub.
 
     Args:
@@ -84,7 +94,7 @@ def push_to_hub(flow: Flow, repo_id: str, *, private: bool | None = None, token:
         repo_id: the id of the model on the hub, created if it does not exist.
         private: whether a new repository is private; by default as the account has it.
         token: the access token; by default that of ``hf auth login``.
-        card: arguments of :func:`model_card`.
+        card: contents of the model card.
 
     Returns:
         The address of the commit.
@@ -92,6 +102,8 @@ def push_to_hub(flow: Flow, repo_id: str, *, private: bool | None = None, token:
     api = HfApi(token=token)
     repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
     with TemporaryDirectory() as folder:
-        save_pretrained(flow, folder, **{"repo_id": repo_id, **card})
-        where: dict[str, Any] = {"repo_id": repo_id, "folder_path": folder, "ignore_patterns": "*.manifest.*"}
-        return str(api.upload_folder(**where, commit_message="Upload the model"))
+        save_pretrained(flow, folder, repo_id=repo_id, **card)
+        commit = api.upload_folder(
+            repo_id=repo_id, folder_path=folder, ignore_patterns="*.manifest.*", commit_message="Upload the model"
+        )
+        return str(commit)

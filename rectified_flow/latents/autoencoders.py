@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.networks.pretrained import Pretrained
-from rectified_flow.registry import register
+from rectified_flow.registry import Document, register
 from rectified_flow.system.files import read_bytes
 
 WEIGHTS = Path(__file__).with_name("small.safetensors")
@@ -66,7 +66,7 @@ class Autoencoder(ABC):
         """Load the weights, if there are any, onto ``device``."""
 
 
-def in_float32(x: Tensor) -> AbstractContextManager[Any]:
+def in_float32(x: Tensor) -> AbstractContextManager[object]:
     """Return the context without autocast, which the meta device does not have."""
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
@@ -113,7 +113,7 @@ class PretrainedAutoencoder(Pretrained, Autoencoder):  # type: ignore[override]
         with in_float32(x):
             return getattr(module, method)(x.float()[:, :, None] if takes_frames else x.float())
 
-    def _module(self, device: torch.device) -> Any:
+    def _module(self, device: torch.device) -> nn.Module:
         if device.type == "meta":
             return _load(self.source, weights=False)[0]
         self.check()
@@ -126,7 +126,7 @@ def _without_frames(x: Tensor) -> Tensor:
 
 
 @cache
-def _load(source: str, *, weights: bool = True) -> tuple[nn.Module, dict[str, Any]]:
+def _load(source: str, *, weights: bool = True) -> tuple[nn.Module, Document]:
     """Return the module, shared by all flows of this process, and its settings; without weights on the meta device."""
     import diffusers  # takes seconds
 
@@ -142,7 +142,7 @@ def _load(source: str, *, weights: bool = True) -> tuple[nn.Module, dict[str, An
     kind: Any = getattr(diffusers, name, None)
     if not name.startswith("Autoencoder") or not hasattr(kind, "decode"):
         raise UsageError(f"`autoencoder` {source} is not an autoencoder of diffusers, but of the class {name}")
-    how: dict[str, Any] = {"subfolder": subfolder, "torch_dtype": torch.float32, "use_safetensors": True}
+    how = {"subfolder": subfolder, "torch_dtype": torch.float32, "use_safetensors": True}
     try:
         if weights:
             module, found = kind.from_pretrained(source, output_loading_info=True, **how)

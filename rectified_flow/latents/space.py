@@ -239,7 +239,6 @@ class Decoder(nn.Module):
 
     @override
     def forward(self, x: Tensor) -> Tensor:
-        """Return pictures ``[b, 3, h, w]`` in about [-1, 1]."""
         pictures = self.autoencoder.decode(x * self.std + self.mean)
         return pictures.mean(dim=1, keepdim=True).expand(-1, RGB, -1, -1) if self.grey else pictures
 
@@ -309,7 +308,7 @@ def encode_pictures(pictures: ImageDataset, autoencoder: Autoencoder, *, mirrore
         variants = [images, images.flip(-1)][: 1 + mirrored]
         return {"latents": torch.cat([space.latents_of(each) for each in variants], dim=1).half()}
 
-    def document() -> dict[str, Any]:
+    def document() -> dict[str, object]:
         mean, std = channel_scales(writer.stage / LATENTS_FILE, writer.length, writer.shapes[LATENTS_FILE])
         described = describe(space) | {"mean": mean, "std": std}
         more = {name: getattr(info, name) for name in ("source", "image_size", "class_names")}

@@ -8,13 +8,17 @@ from dataclasses import dataclass
 from importlib import import_module
 from io import BytesIO
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image, ImageOps
 from PIL.TiffImagePlugin import ImageFileDirectory_v2
 
 from rectified_flow.system.files import open_regular
+
+if TYPE_CHECKING:
+    from tifffile import TiffTags
 
 FIELD_SUFFIXES = frozenset({".npy", ".tif", ".tiff", ".png"})
 TYPES = ("uint8", "uint16", "int16", "int32", "uint32", "float16", "float32", "float64")
@@ -26,7 +30,7 @@ RESOLUTION, NODATA = 282, 42113  # tags of a TIFF's resolution, and of GDAL's va
 MOST_CHANNELS, SMALL = 16, 32
 """Number of planes above which an array may be a stack of fields, and sides of fields that are often kept so [px]."""
 
-Array = np.ndarray[Any, np.dtype[Any]]
+Array = NDArray[Any]
 PixelSize = tuple[float, float, int]
 StoreBits = Literal[16, 32]  # most bits of a stored value
 
@@ -155,7 +159,7 @@ def _read_tiff(stream: IO[bytes]) -> Contents:
 READERS = {".npy": _read_array, ".png": _read_png, ".tif": _read_tiff}
 
 
-def _nodata(tags: Any) -> float | None:
+def _nodata(tags: "TiffTags") -> float | None:
     """Return the value that stands for "unknown" in a GeoTIFF file; None without such a tag."""
     with suppress(TypeError, ValueError):  # absent, or no number
         return float(str(tags.valueof(NODATA)).strip("\0 "))

@@ -17,7 +17,7 @@ from rectified_flow.measurements import files as field_files
 from rectified_flow.measurements.files import FIELD_SUFFIXES, Array, FieldFormat, StoreBits, fit_field
 from rectified_flow.measurements.medium import default_show
 from rectified_flow.measurements.space import Fields
-from rectified_flow.registry import describe, register
+from rectified_flow.registry import Document, describe, register
 from rectified_flow.system.files import printable
 from rectified_flow.system.pictures import IMAGE_SUFFIXES
 
@@ -49,14 +49,21 @@ class FieldRows(PictureRows):
         self.high = np.fmax(self.high, np.fmax.reduce(row, axis=(1, 2)))
 
     @override
-    def info(self, name: str, sizes: set[tuple[int, int]]) -> dict[str, Any]:
+    def info(self, name: str, sizes: set[tuple[int, int]]) -> Document:
         constant = np.flatnonzero(~(self.low < self.high)) + 1
         if len(constant):
             raise UsageError(f"channel {constant[0]} of {name} has one value, or none: remove it from the files")
         # The size of a pixel, a tag of the files, is no longer true if fields are resized.
         files = self.space.files | ({} if sizes == {self.framing.stored_size} else {"pixel_size": None})
-        shape, scale = (len(self.low), *self.framing.shape[1:]), {"low": self.low.tolist(), "high": self.high.tolist()}
-        return {"space": describe(replace(self.space, shape=shape, files=files, has_missing=self.has_missing, **scale))}
+        space = replace(
+            self.space,
+            shape=(len(self.low), *self.framing.shape[1:]),
+            low=self.low.tolist(),
+            high=self.high.tolist(),
+            files=files,
+            has_missing=self.has_missing,
+        )
+        return {"space": describe(space)}
 
 
 @register(role="reader")

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from rectified_flow.measurements.files import FieldFormat, encode_field, fit_field, read_field
-from rectified_flow.registry import describe
+from rectified_flow.registry import Document, describe
 from rectified_flow.spaces.medium import Medium
 from rectified_flow.spaces.pictures import RGB
 
@@ -94,7 +94,7 @@ class Measurements(Medium):
         return encode_field(content.numpy(), FieldFormat(**self.space.files))
 
     @override
-    def page(self) -> dict[str, Any]:
+    def page(self) -> Document:
         space, legend = self.space, self.legend
         scale = {"low": list(space.low), "high": list(space.high), "transform": describe(space.transform)}
         ends = {} if legend is None else {"colours": legend.colours.tolist(), "ends": [legend.least, legend.greatest]}

@@ -18,7 +18,7 @@ from rectified_flow.errors import UsageError
 from rectified_flow.measurements.files import Array, as_type
 from rectified_flow.measurements.medium import Measurements
 from rectified_flow.parts import choose_named
-from rectified_flow.registry import register
+from rectified_flow.registry import Document, register
 from rectified_flow.spaces.augmentation import augmented
 from rectified_flow.spaces.pixels import cropped, mirrored
 from rectified_flow.spaces.space import DataFacts, Space, dequantised
@@ -128,7 +128,7 @@ class Fields(Space):
     has_missing: bool = False
     horizontal_flip: bool = False
     augmentation: float = 0.0
-    files: dict[str, Any] = field(default_factory=dict)
+    files: Document = field(default_factory=dict)
     sources: "Fields | None" = None
 
     def __post_init__(self) -> None:
@@ -166,8 +166,12 @@ class Fields(Space):
         stored = facts.stored
         if not isinstance(stored, cls):
             raise UsageError(f"`space` {cls.__name__} needs measurements: pass `dataset_path` with a folder of them")
-        draws: dict[str, Any] = {"horizontal_flip": facts.mirrored, "augmentation": facts.augmentation}
-        look: dict[str, Any] = {"shape": (len(stored.low), *facts.shape[1:]), "show": show or stored.show, **draws}
+        look: dict[str, Any] = {
+            "shape": (len(stored.low), *facts.shape[1:]),
+            "show": show or stored.show,
+            "horizontal_flip": facts.mirrored,
+            "augmentation": facts.augmentation,
+        }
         if facts.teacher is not None:
             return replace(cast(Fields, facts.teacher), has_missing=stored.has_missing, **look)
         low, high = range_of(value_range, stored, facts.values)

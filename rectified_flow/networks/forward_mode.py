@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +16,9 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 LEVEL = 0  # the index of PyTorch's only level of forward-mode derivatives
+
+
+GROUP = (2, 3, 4)  # the sides of ``[b, g, c, h, w]`` that a group is normalised over
 
 
 @dataclass
@@ -166,15 +168,14 @@ def is_compiled_for_gpu(x: Tensor) -> bool:
 def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return mean and variance of ``x`` ``[b, g, c, h, w]`` over its last three sides."""
     value, tangent = unpack(x)
-    sides: dict[str, Any] = {"dim": (2, 3, 4), "keepdim": True}
     # Two calls: the gradient of the variance needs the mean, and the compiler then finds it computed already.
-    mean = share(lambda: value.mean(**sides), has_tangent=tangent is not None)
-    variance = share(lambda: value.var(**sides, correction=0), has_tangent=tangent is not None)
+    mean = share(lambda: value.mean(dim=GROUP, keepdim=True), has_tangent=tangent is not None)
+    variance = share(lambda: value.var(dim=GROUP, keepdim=True, correction=0), has_tangent=tangent is not None)
     if tangent is None:
         return mean, variance
     # PyTorch's derivative of the variance would compute the mean again, in a kernel of its own.
-    change = 2 * ((value - mean) * tangent).mean(**sides)
-    return with_tangent(mean, tangent.mean(**sides)), with_tangent(variance, change)
+    change = 2 * ((value - mean) * tangent).mean(dim=GROUP, keepdim=True)
+    return with_tangent(mean, tangent.mean(dim=GROUP, keepdim=True)), with_tangent(variance, change)
 
 
 def modulated(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:

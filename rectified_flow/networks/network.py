@@ -5,7 +5,7 @@ Any ``nn.Module`` with the call ``network(x, t, **conditions)`` is a network. A 
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import nn
@@ -28,12 +28,12 @@ class Network(nn.Module):
     """Whether the backward pass computes activations again instead of keeping them; None if this is not supported."""
 
     @classmethod
-    def sized_for(cls, width: int, sides: Sequence[int]) -> dict[str, Any]:
+    def sized_for(cls, width: int, sides: Sequence[int]) -> dict[str, object]:
         """Return the arguments of the constructor for a width and for ``x`` ``[b, c, *sides]``."""
         raise NotImplementedError
 
     @classmethod
-    def divisor_of(cls, arguments: Mapping[str, Any]) -> int:
+    def divisor_of(cls, arguments: Mapping[str, object]) -> int:
         """Return the number that must divide the sides of ``x``, for arguments of the constructor."""
         return 1
 

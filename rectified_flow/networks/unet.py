@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from itertools import count
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, ClassVar, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -141,7 +141,7 @@ class Unet(Network):
 
     @classmethod
     @override
-    def sized_for(cls, width: int, sides: Sequence[int]) -> dict[str, Any]:
+    def sized_for(cls, width: int, sides: Sequence[int]) -> dict[str, object]:
         levels = 1
         while levels < MAX_LEVELS and min(sides) // 2**levels >= MIN_SIDE and math.gcd(*sides) % 2**levels == 0:
             levels += 1
@@ -154,8 +154,10 @@ class Unet(Network):
 
     @classmethod
     @override
-    def divisor_of(cls, arguments: Mapping[str, Any]) -> int:
-        return int(2 ** (len(arguments.get("dim_mults", (1, 2, 3, 4))) - 1))
+    def divisor_of(cls, arguments: Mapping[str, object]) -> int:
+        mults = arguments.get("dim_mults", (1, 2, 3, 4))
+        assert isinstance(mults, Sequence)
+        return 2 ** (len(mults) - 1)
 
     def forward(self, x: Tensor, t: Tensor, r: Tensor | None = None, **conditions: Tensor) -> Tensor:
         """Evaluate the network.

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from secrets import token_hex
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from pydantic import Field
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from rectified_flow.errors import DamageError, UsageError, first_line
+from rectified_flow.registry import Document
 from rectified_flow.runs.training_config import CHECKPOINTS
 from rectified_flow.system.artifact import (
     CHECKPOINT,
@@ -106,7 +107,7 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
 
 
-def save(folder: Path, step: int, tensors: Tensors, documents: Mapping[str, Any], *, best: bool = False) -> Path:
+def save(folder: Path, step: int, tensors: Tensors, documents: Mapping[str, object], *, best: bool = False) -> Path:
     """Write a checkpoint, and return its folder.
 
     ``tensors`` maps file names to contiguous tensors that share no memory.
@@ -211,7 +212,7 @@ def newest_checkpoint(folder: Path, names: Collection[str] | None = None) -> Pat
 def place_of(run: Path) -> Path:
     """Return the folder of the checkpoints of the run in a folder: its ``checkpoint_dir``, if it had one."""
     with suppress(UsageError):
-        training = read_document(run / CONFIG_FILE, dict[str, Any]).get("training")
+        training = read_document(run / CONFIG_FILE, Document).get("training")
         if isinstance(training, dict) and isinstance(place := training.get("checkpoint_dir"), str):
             return usable_path("`checkpoint_dir`", Path(place))
     return run / CHECKPOINTS
@@ -305,9 +306,9 @@ def frozen_names(module: nn.Module) -> set[str]:
     return {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
 
 
-def load_document(path: Path, name: str) -> dict[str, Any]:
+def load_document(path: Path, name: str) -> Document:
     """Return one of a checkpoint's JSON documents; a UsageError if it cannot be read, or is no JSON object."""
-    return read_document(path / name, dict[str, Any])
+    return read_document(path / name, Document)
 
 
 def load_state(path: Path) -> TrainerFile:

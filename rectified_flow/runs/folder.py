@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from accelerate import Accelerator
 from torch.utils.data import Dataset
@@ -24,7 +24,7 @@ from tqdm.auto import tqdm
 
 from rectified_flow.errors import DamageError, UsageError, first_line
 from rectified_flow.flags import plain, recorded, rules_of
-from rectified_flow.registry import describe
+from rectified_flow.registry import Document, describe
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.checkpoint import BEST, CONFIG_FILE, FLOW_FILE, OUTPUTS_FILE, RunIdentity
 from rectified_flow.runs.training_config import CHECKPOINTS, TrainingConfig
@@ -47,7 +47,7 @@ from rectified_flow.system.files import (
     writing,
 )
 
-Block = Mapping[str, Any] | None
+Block = Mapping[str, object] | None
 """A block of ``config.json``, if the caller knows it."""
 RunState = Literal["running", "finished", "interrupted", "failed"]
 STATUS_FILE, SAMPLES, LOCK = "status.json", "samples", "run"
@@ -59,8 +59,12 @@ RUN_FILES = (CONFIG_FILE, STATUS_FILE, CLOCK_FILE, DATA_SHEET, "loss.png", SAMPL
 
 
 def describe_run(
-    config: TrainingConfig, flow: Mapping[str, Any], dataset: Dataset[Any], data: Block = None, flags: Block = None
-) -> dict[str, Any]:
+    config: TrainingConfig,
+    flow: Mapping[str, object],
+    dataset: Dataset[object],
+    data: Block = None,
+    flags: Block = None,
+) -> Document:
     """Return the contents of the ``config.json`` of a run: the data and the flow, from which both are built, and flags.
 
     The block ``training`` has all flags that start the run again, those that name the data and the flow among them.
@@ -70,37 +74,37 @@ def describe_run(
     return {"data": dict(data), "flow": dict(flow), "training": recorded(config) | dict(flags or {})}
 
 
-def write_config(folder: Path, document: Mapping[str, Any]) -> None:
+def write_config(folder: Path, document: Mapping[str, object]) -> None:
     """Write the ``config.json`` of the run in ``folder``."""
     with writing(folder / CONFIG_FILE):
         replace_file(folder / CONFIG_FILE, json.dumps(document, indent=1))
 
 
-def data_description(dataset: Dataset[Any]) -> str:
+def data_description(dataset: Dataset[object]) -> str:
     """Describe a dataset in a line for the user."""
     own = getattr(dataset, "description", None)
     return str(own) if own else f"{len(dataset)} items of a {type(dataset).__name__}"  # type: ignore[arg-type]
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Document]:
     """Read the ``config.json`` at ``path``."""
-    blocks = read_document(path, dict[str, dict[str, Any] | None])
+    blocks = read_document(path, dict[str, Document | None])
     document = {name: block for name, block in blocks.items() if block}
     if "training" not in document:
         raise DamageError(f"{path} is not the config.json of a run")
     return document
 
 
-def read_status(folder: Path) -> dict[str, Any]:
+def read_status(folder: Path) -> Document:
     """Return the status of the run in ``folder``, which is empty if it is missing or damaged."""
     with suppress(UsageError):
-        return read_document(folder / STATUS_FILE, dict[str, Any])
+        return read_document(folder / STATUS_FILE, Document)
     return {}
 
 
 def write_status(folder: Path, state: RunState, step: int, total_steps: int, message: str = "") -> str:
     """Write the status of the run in ``folder``, unless the disk is full, and return the run's name in trackers."""
-    status: dict[str, Any] = {"state": state, "step": step, "total_steps": total_steps, "message": message}
+    status: Document = {"state": state, "step": step, "total_steps": total_steps, "message": message}
     status |= {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "host": platform.node(), "pid": os.getpid()}
     status["id"] = read_status(folder).get("id") or uuid.uuid4().hex[:12]  # the same after every restart
     text = json.dumps(status, indent=1)
@@ -190,7 +194,7 @@ def check_start(config: TrainingConfig, origin: Path | None = None, *, writes: b
         checkpoint.resolve(origin, names=())
 
 
-def choose_checkpoint(config: TrainingConfig, run: RunIdentity, flow: Mapping[str, Any] | None) -> Path | None:
+def choose_checkpoint(config: TrainingConfig, run: RunIdentity, flow: Block) -> Path | None:
     """Return the checkpoint to resume from, and report each change since it was written; None for a fresh start."""
     check_start(config, writes=False)
     path = checkpoint.newest_checkpoint(config.checkpoints)
@@ -210,7 +214,7 @@ def choose_checkpoint(config: TrainingConfig, run: RunIdentity, flow: Mapping[st
     return path
 
 
-def _changes(config: TrainingConfig, flow: Mapping[str, Any] | None, path: Path) -> dict[str, str]:
+def _changes(config: TrainingConfig, flow: Block, path: Path) -> dict[str, str]:
     """Describe what differs from the checkpoint: the flow, and the flags that shape the training.
 
     An option of the flow that an older version lacked counts as off. Arguments of the network that only one version
@@ -229,7 +233,7 @@ def _changes(config: TrainingConfig, flow: Mapping[str, Any] | None, path: Path)
     }
 
 
-def _parts_of(flow: Mapping[str, Any]) -> dict[str, Any]:
+def _parts_of(flow: Mapping[str, object]) -> dict[str, object]:
     """Return the compared values of a flow by dotted name. The shape is learned from the data."""
     return {"flow": flow.get("kind")} | {
         name: value
@@ -238,9 +242,9 @@ def _parts_of(flow: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def flat(description: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(description: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     """Return the values of a nested description by dotted name."""
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     for name, value in description.items():
         values |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
     return values

@@ -4,13 +4,13 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from accelerate import Accelerator
 from tqdm.auto import tqdm
 
 from rectified_flow.errors import DamageError, UsageError, first_line
+from rectified_flow.registry import Document
 from rectified_flow.runs.checkpoint import step_name
 from rectified_flow.system.artifact import claim, claimed_names, write_output
 from rectified_flow.system.files import flush, parse_document, read_bytes, replace_file
@@ -41,7 +41,7 @@ class LineFile:
         self._good_size = len(kept.encode())
         self._unwritten = b""
 
-    def add(self, row: Mapping[str, Any]) -> None:
+    def add(self, row: Mapping[str, object]) -> None:
         """Add a line. If the disk is full, an OSError is raised, and the line is written together with the next one."""
         self._unwritten += (json.dumps(row) + "\n").encode()
         self._write()
@@ -53,16 +53,16 @@ class LineFile:
         if self.path.exists():
             flush(self.path)
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[Document]:
         """Return the complete and undamaged lines."""
-        rows = list[dict[str, Any]]()
+        rows = list[Document]()
         for line in read_bytes(self.path).split(b"\n") if self.path.exists() else ():
             with suppress(DamageError):
-                row = parse_document(line, dict[str, Any], self.path)
+                row = parse_document(line, Document, self.path)
                 rows += [row] if type(row.get("step")) is int else []
         return rows
 
-    def numbers(self, name: str, /, **settings: Any) -> dict[int, float]:
+    def numbers(self, name: str, /, **settings: object) -> dict[int, float]:
         """Return the numbers called ``name`` by step, of the lines that have these ``settings``."""
         rows = [row for row in self.rows() if settings.items() <= row.items()]
         return {row["step"]: row[name] for row in rows if type(row.get(name)) in (int, float)}
@@ -119,11 +119,11 @@ class RunLog:
         for file in self._files:
             file.flush()
 
-    def start_trackers(self, document: Mapping[str, Any], run_id: str) -> None:
+    def start_trackers(self, document: Mapping[str, Document], run_id: str) -> None:
         """Start the tracker that the flag ``log_with`` names, if any; a resumed run continues there as ``run_id``."""
         flags = document["training"]
         simple = {name: value if isinstance(value, bool | int | float) else str(value) for name, value in flags.items()}
-        settings: dict[str, dict[str, Any]] = {
+        settings: dict[str, dict[str, object]] = {
             "tensorboard": {"purge_step": self.step + 1},
             "trackio": {"name": run_id, "resume": "allow", "config": simple},
             "wandb": {"id": run_id, "resume": "allow"},

@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from accelerate import Accelerator
@@ -18,7 +18,7 @@ from rectified_flow.data.stream import fingerprint_of
 from rectified_flow.distributed import check_equal, check_shared, on_main
 from rectified_flow.errors import RunError, UsageError, first_line
 from rectified_flow.flags import plain
-from rectified_flow.registry import describe
+from rectified_flow.registry import Document, describe
 from rectified_flow.runs import checkpoint, folder
 from rectified_flow.runs.checkpoint import (
     CONFIG_FILE,
@@ -125,14 +125,14 @@ class Run:
         accelerator: Accelerator,
         config: TrainingConfig,
         flow: nn.Module,
-        dataset: Dataset[Any],
+        dataset: Dataset[object],
         progress: Callable[[], tuple[int, int]],
-        data: Mapping[str, Any] | None = None,
-        flags: Mapping[str, Any] | None = None,
+        data: Mapping[str, object] | None = None,
+        flags: Mapping[str, object] | None = None,
     ) -> None:
         self.accelerator, self.config, self.progress = accelerator, config, progress
         self.length, self.fingerprint = len(dataset), fingerprint_of(dataset)  # type: ignore[arg-type]
-        self.flow_description: dict[str, Any] | None = None
+        self.flow_description: Document | None = None
         try:
             self.flow_description = describe(flow)
         except UsageError as error:  # a part is not registered
@@ -190,14 +190,14 @@ class Run:
         self.saver = BackgroundSaver(self.config)
         self.log.start_trackers(self.document, run_id)
 
-    def save(self, step: int, tensors: Tensors, counters: Mapping[str, Any], *, best: bool) -> Path:
+    def save(self, step: int, tensors: Tensors, counters: Document, *, best: bool) -> Path:
         """Write a checkpoint in the background and return its path. If the disk is full, warn and keep the previous."""
         if self.accelerator.is_main_process:
             self.write_status(running=True)
             with suppress(OSError):  # the lines are written with later ones
                 self.log.flush()
             state = asdict(TrainerFile(**counters, run=self.identity))
-            documents: dict[str, Any] = {CONFIG_FILE: self.document, STATE_FILE: state}
+            documents: dict[str, object] = {CONFIG_FILE: self.document, STATE_FILE: state}
             documents[OUTPUTS_FILE] = self.log.keep_manifest()
             if self.flow_description is not None:
                 documents[FLOW_FILE] = self.flow_description

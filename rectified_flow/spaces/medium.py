@@ -1,6 +1,6 @@
 """The contract of a medium: the form in which people see and exchange data."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rectified_flow.errors import UsageError
+from rectified_flow.registry import Document
 
 if TYPE_CHECKING:
     from rectified_flow.spaces.space import Space
@@ -135,7 +136,7 @@ class Medium:
         """Return generated data ``[b, ...]`` as their files hold them: pictures as uint8, with their transparency."""
         return data
 
-    def files(self, content: Tensor, **options: Any) -> dict[str, bytes]:
+    def files(self, content: Tensor, **options: object) -> dict[str, bytes]:
         """Return the files of one row of :meth:`contents`, by the ends of their names; the last is the picture.
 
         Args:
@@ -154,7 +155,7 @@ class Medium:
         """Return the contents of the file with the ``suffix``, of one row of :meth:`contents`."""
         raise NotImplementedError
 
-    def page(self) -> dict[str, Any]:
+    def page(self) -> Document:
         """Return what an exported program needs to show the output of the network; empty for pixels.
 
         Raises:
@@ -166,7 +167,7 @@ class Medium:
         """Return the modules by name, from ``x`` ``[b, ...]`` to pictures in [-1, 1], that are exported, too."""
         return {}
 
-    def problem_with(self, batch: dict[str, Any]) -> str | None:
+    def problem_with(self, batch: Mapping[str, Tensor]) -> str | None:
         """Return a sentence on wrong stored data in a batch, or None; the trainer checks its first batch."""
         return None
 
@@ -175,8 +176,8 @@ class Medium:
         return None
 
 
-def encoded(picture: Tensor, **options: Any) -> bytes:
+def encoded(picture: Tensor, **options: object) -> bytes:
     """Return the PNG file of a picture, uint8 ``[c, h, w]``, RGB or RGBA, saved by Pillow with these options."""
     from rectified_flow.system.pictures import encode_picture  # loads Pillow, which model code does without
 
-    return encode_picture(picture.permute(1, 2, 0).numpy(), **options)
+    return encode_picture(picture.permute(1, 2, 0).numpy(), ".png", **options)

@@ -1,13 +1,13 @@
 """The medium of pictures, which spaces of pixels and of latents share."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from rectified_flow.registry import Document
 from rectified_flow.spaces.medium import Medium, encoded
 
 GREY, RGB, RGBA = 1, 3, 4
@@ -60,7 +60,7 @@ class Pictures(Medium):
         return to_uint8(data) if data.shape[1] == RGBA else self.render(data)
 
     @override
-    def files(self, content: Tensor, **options: Any) -> dict[str, bytes]:
+    def files(self, content: Tensor, **options: object) -> dict[str, bytes]:
         return {".png": encoded(content, **options)}
 
     @override
@@ -84,11 +84,11 @@ class Pictures(Medium):
         return differ if self.picture_shape and other.sides != self.sides else None
 
     @override
-    def page(self) -> dict[str, Any]:
+    def page(self) -> Document:
         return {}
 
     @override
-    def problem_with(self, batch: dict[str, Any]) -> str | None:
+    def problem_with(self, batch: Mapping[str, Tensor]) -> str | None:
         """Return a sentence on floating-point pictures outside [-1, 1], or in [0, 1] only (as of ``ToTensor``)."""
         if ENTRY not in batch or batch[ENTRY].dtype == torch.uint8:
             return None

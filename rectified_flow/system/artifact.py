@@ -36,12 +36,13 @@ from dataclasses import asdict, dataclass, field
 from os import utime
 from os.path import lexists
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 from tqdm.auto import tqdm
 
 from rectified_flow.errors import DamageError, UsageError
+from rectified_flow.registry import Document
 from rectified_flow.system.files import flush, hash_file, locked, read_document, reading, replace_file, writing
 
 MANIFEST, OUTPUTS_MANIFEST = "manifest.json", ".manifest.json"
@@ -74,7 +75,7 @@ class Manifest:
     kind: str
     files: dict[FileName, FileRecord | None]
     """The files and subfolders by name; None for one that may still grow or be replaced."""
-    progress: dict[str, Any] = field(default_factory=dict)
+    progress: Document = field(default_factory=dict)
     """The state from which an unfinished build resumes; empty for outputs."""
     format: Natural = 1
 
@@ -162,7 +163,7 @@ class Artifact:
             with locked(self.path.parent, self.path.name, busy, timeout, remedy):
                 yield not self.is_whole  # another process may have built it meanwhile
 
-    def begin(self) -> dict[str, Any]:
+    def begin(self) -> Document:
         """Make the stage, or find that of an earlier build. Call with the lock held, in one process only.
 
         Returns:
@@ -196,7 +197,7 @@ class Artifact:
                 remove(self.stage, self.kind)
             raise
 
-    def reached(self, progress: Mapping[str, Any]) -> None:
+    def reached(self, progress: Mapping[str, object]) -> None:
         """Record the progress of the build, whose files must be flushed before. Call in one process only."""
         _write(self.stage, Manifest(self.kind, dict.fromkeys(self.files), dict(progress)))
 
@@ -222,7 +223,7 @@ class Artifact:
         flush(self.path.parent)
 
 
-def write_manifest(folder: Path, kind: str, names: Sequence[str], progress: Mapping[str, Any] | None = None) -> None:
+def write_manifest(folder: Path, kind: str, names: Sequence[str], progress: Mapping[str, object] | None = None) -> None:
     """Write the manifest of a finished artifact, which consists of the named files of ``folder``."""
     files = dict[str, FileRecord | None]()
     for name in names:

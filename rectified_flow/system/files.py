@@ -13,12 +13,15 @@ from io import BufferedReader
 from pathlib import Path
 from secrets import token_hex
 from stat import S_IRUSR, S_ISREG, S_IWUSR
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from filelock import FileLock, Timeout
 
 from rectified_flow.errors import BusyError, DamageError, NewerError, RunError, UsageError
 from rectified_flow.system.terminal import warn_once
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 NO_DAMAGE = (EACCES, EPERM, EMFILE, ENFILE, ENOMEM, ESTALE, ETIMEDOUT)
 """Error numbers that do not indicate damage: missing rights, a busy network disk or too many open files."""
@@ -224,7 +227,7 @@ def check_document(document: object, schema: type[T], source: object) -> T:
 
 
 @cache
-def _adapter(schema: Any) -> Any:
+def _adapter(schema: type[object]) -> "TypeAdapter[object]":
     from pydantic import TypeAdapter
 
     return TypeAdapter(schema)

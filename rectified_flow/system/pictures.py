@@ -13,11 +13,12 @@ from html import escape, unescape
 from importlib import import_module
 from io import BytesIO
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import IO, TYPE_CHECKING, Annotated
 
 import numpy as np
 import torch
 from annotated_types import Interval
+from numpy.typing import NDArray
 from PIL import ExifTags, Image, ImageOps, PngImagePlugin, UnidentifiedImageError
 from torch import Tensor
 
@@ -26,6 +27,9 @@ from rectified_flow.system.artifact import write_output
 from rectified_flow.system.colour import BAD_EXIF, profile_of, to_srgb
 from rectified_flow.system.files import open_regular, parse_document, reading, writing
 from rectified_flow.system.lettering import text_picture
+
+if TYPE_CHECKING:
+    from _typeshed import StrOrBytesPath
 
 FORMATS = ["JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "AVIF"]
 """Formats that are opened, whatever a file is called: an EPS file, for one, would start another program."""
@@ -62,7 +66,7 @@ DEPTHS = (8, 10, 12, 14, 16)  # numbers of bits of the values in files of 16 bit
 
 MIN_WIDTH, TEXT_LINES, TEXT_SIZE = 112, 3, 11
 """Least width of a picture with a text [px], lines of the text, and size of its letters [px]."""
-Grid = np.ndarray[Any, np.dtype[np.uint8]]  # [h, w, c]
+Grid = NDArray[np.uint8]  # [h, w, c]
 BAR_HEIGHT = 10  # height of the bar of a legend [px]
 
 
@@ -245,7 +249,7 @@ def to_grid(
     return grid.permute(1, 2, 0).numpy()
 
 
-def encode_picture(pixels: np.ndarray[Any, Any], suffix: str = ".png", **options: Any) -> bytes:
+def encode_picture(pixels: Grid, suffix: str = ".png", **options: object) -> bytes:
     """Return the bytes of a file with ``pixels`` ``[h, w, c]``, RGB or RGBA, in the format of its suffix."""
     content = BytesIO()
     Image.fromarray(pixels).save(content, format=suffix[1:], **options)
@@ -257,7 +261,7 @@ def read_pixels(content: bytes) -> Grid:
     return np.asarray(Image.open(BytesIO(content)))
 
 
-def write_picture(path: Path, pixels: np.ndarray[Any, Any], **options: Any) -> Path:
+def write_picture(path: Path, pixels: Grid, **options: object) -> Path:
     """Write ``pixels`` ``[h, w, c]``, RGB or RGBA, whole or not at all, in the format of its suffix."""
     with writing(path):
         write_output(path, encode_picture(pixels, path.suffix, **options), durable=False)
@@ -334,7 +338,7 @@ class Provenance:
     """Whether the sampling started from another picture, which is not recorded."""
 
 
-def metadata_options(settings: Mapping[str, Any]) -> dict[str, Any]:
+def metadata_options(settings: Mapping[str, object]) -> dict[str, object]:
     """Return the arguments with which Pillow saves a generated picture; formats without XMP ignore them."""
     packet, chunks = PACKET.replace("SETTINGS", escape(json.dumps(settings))), PngImagePlugin.PngInfo()
     chunks.add_itxt("XML:com.adobe.xmp", packet)
@@ -361,6 +365,6 @@ class GeneratedPicture(Image.Image):
         """Give an image its settings."""
         image.__class__, image.provenance = cls, provenance  # type: ignore[attr-defined]
 
-    def save(self, fp: Any, format: str | None = None, **params: Any) -> None:  # noqa: A002  Pillow's name
+    def save(self, fp: "StrOrBytesPath | IO[bytes]", format: str | None = None, **params: object) -> None:  # noqa: A002  Pillow's name
         """Save as Pillow does, with metadata."""
         super().save(fp, format, **metadata_options(asdict(self.provenance)) | params)

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
-from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 ECHO = 1.0
@@ -45,7 +44,7 @@ def stop_on_signals() -> Iterator[None]:
 
 
 @contextmanager
-def handling_signals(handler: Callable[[int, FrameType | None], Any] | signal.Handlers) -> Iterator[None]:
+def handling_signals(handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> Iterator[None]:
     """Inside the block, the :data:`SIGNALS` call ``handler``, which may be ``signal.SIG_DFL`` to end the process."""
     with ExitStack() as restored:
         for number in SIGNALS:

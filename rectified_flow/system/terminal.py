@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from io import BufferedWriter, FileIO, TextIOWrapper
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -54,7 +54,7 @@ def _prepared(stream: TextIO) -> TextIO:
     return TextIOWrapper(buffer, stream.encoding, "backslashreplace", line_buffering=True)
 
 
-def progress_bar(**arguments: Any) -> "tqdm[Any]":
+def progress_bar(**arguments: object) -> "tqdm[int]":
     """Return a tqdm bar as wide as the terminal; without a terminal, it is refreshed every 30 seconds."""
     from tqdm.auto import tqdm  # programs parse their flags before anything slow is imported
 
@@ -127,7 +127,7 @@ def size_text(width: int, height: int) -> str:
 class Silent:
     """Stand-in for an object that only the main process has: every method exists, does nothing and returns None."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_arguments, **_options: None
 
 

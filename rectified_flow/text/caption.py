@@ -3,10 +3,11 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import numpy as np
 import torch
+from accelerate import PartialState
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -15,7 +16,7 @@ from rectified_flow.data.store import StoreDataset
 from rectified_flow.data.store_writer import StoreWriter, claimed, fill, key_of
 from rectified_flow.errors import UsageError
 from rectified_flow.exportable import Exportable
-from rectified_flow.registry import register
+from rectified_flow.registry import Document, register
 from rectified_flow.text.encoders import TEXTS_AT_ONCE, BagOfWords, PretrainedTextEncoder, TextEncoder
 
 EXAMPLES = 16  # number of training captions that are kept as examples
@@ -48,16 +49,10 @@ class Caption(WrittenCondition):
 
     @classmethod
     @override
-    def fit(cls, texts: Sequence[str], **options: Any) -> Self:
-        """Return captions for the texts of a column.
-
-        The options are ``text_encoder``, folder or hub id of the encoder, a bag of words if it is None, and
-        ``text_tokens``, number of tokens of a caption that a network attends to.
-        """
-        source = options.get("text_encoder")
-        encoder = BagOfWords.of(texts) if source is None else PretrainedTextEncoder(source)
+    def fit(cls, texts: Sequence[str], *, text_encoder: str | None = None, text_tokens: int = 0) -> Self:
+        encoder = BagOfWords.of(texts) if text_encoder is None else PretrainedTextEncoder(text_encoder)
         examples = [texts[at] for at in np.linspace(0, len(texts) - 1, EXAMPLES).astype(int).tolist()]
-        return cls(encoder, encoder.size, options.get("text_tokens", 0), tuple(dict.fromkeys(examples)))
+        return cls(encoder, encoder.size, text_tokens, tuple(dict.fromkeys(examples)))
 
     @override
     def none(self, count: int, device: torch.device) -> Tensor:
@@ -79,7 +74,7 @@ class Caption(WrittenCondition):
         return values.masked_fill(empty[:, None, None], torch.nan)
 
     @override
-    def stored(self, texts: Sequence[str], folder: Path, state: Any) -> "EncodedTexts":
+    def stored(self, texts: Sequence[str], folder: Path, state: PartialState) -> "EncodedTexts":
         """Return the encoded texts of a column, from a store in the folder if the encoder has weights. Collective.
 
         Encoding resumes after a kill. Captions that are longer than the encoder or ``tokens`` allow are cut.
@@ -90,15 +85,17 @@ class Caption(WrittenCondition):
         key = key_of(CAPTIONS_VERSION, tuple(texts), encoder.fingerprint, self.tokens)
         writer = StoreWriter(folder / f"captions-{key}", len(texts), "captions")
 
+        module: nn.Module = encoder.parts[1]
+
         def make(numbers: Sequence[int]) -> Mapping[str, Tensor]:
-            encoder.parts[1].to(state.device)  # shared by all flows of this process
+            module.to(state.device)  # shared by all flows of this process
             return {"captions": encoded[numbers].half()}
 
         with claimed(writer) as is_missing:
             if is_missing:
                 described = {"source": f"captions by {encoder.name}", "image_size": 1}
                 fill(writer, make, lambda: described, batch_size=TEXTS_AT_ONCE)
-        encoder.parts[1].to("cpu")  # the CPU suffices for prompts
+        module.to("cpu")  # the CPU suffices for prompts
         return replace(encoded, store=StoreDataset(writer.path))
 
     @override
@@ -120,7 +117,7 @@ class Caption(WrittenCondition):
         return {f"retrieval_at_{NEAREST}": share, "retrieval_by_chance": NEAREST / size}
 
     @override
-    def exported(self) -> dict[str, Any]:
+    def exported(self) -> Document:
         sizes = {"size": self.size, "tokens": self.tokens, "examples": list(self.examples)}
         return {"kind": "caption", **sizes, "encoder": self.encoder.exported()}
 

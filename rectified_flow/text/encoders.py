@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cache
 from hashlib import blake2b
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,10 @@ from typing_extensions import override
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.exportable import Exportable
 from rectified_flow.networks.pretrained import Pretrained
-from rectified_flow.registry import register
+from rectified_flow.registry import Document, register
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 MAX_WORDS = 4096
 TEXTS_AT_ONCE = 64
@@ -41,7 +44,7 @@ class TextEncoder(ABC):
         tokens follow, padded with NaN.
         """
 
-    def exported(self) -> dict[str, Any] | None:
+    def exported(self) -> Document | None:
         """Return what a caller of an exported program needs to encode texts; None if it cannot."""
         return None
 
@@ -86,7 +89,7 @@ class BagOfWords(TextEncoder):
         return cls(sorted(counts, key=lambda word: (-counts[word], word))[:MAX_WORDS])
 
     @override
-    def exported(self) -> dict[str, Any]:
+    def exported(self) -> Document:
         return {"kind": "words", "words": list(self.words)}
 
     @override
@@ -133,13 +136,13 @@ class PretrainedTextEncoder(Pretrained, TextEncoder):  # type: ignore[override]
         return min(int(tokenizer.model_max_length), int(positions), 512)  # a tokenizer without a limit has a huge one
 
     @property
-    def parts(self) -> tuple[Any, Any]:
+    def parts(self) -> "tuple[PreTrainedTokenizerBase, PreTrainedModel]":
         """The tokenizer and the module; an error if they are not those of the training."""
         self.check()
         return _load(self.source)
 
     @override
-    def exported(self) -> dict[str, Any]:
+    def exported(self) -> Document:
         files = {"file": TEXT_FILE, "tokenizer": TOKENIZER_FILE}
         return {"kind": "program", **files, "most_tokens": self.most_tokens, "pools": self.pools}
 
@@ -164,8 +167,8 @@ class PretrainedTextEncoder(Pretrained, TextEncoder):  # type: ignore[override]
 
     def tokenize(self, texts: Sequence[str]) -> dict[str, Tensor]:
         """Return the inputs of the module for texts: ``input_ids`` and ``attention_mask``, int64 ``[n, tokens]``."""
-        settings: dict[str, Any] = {"padding": True, "truncation": True, "max_length": self.most_tokens}
-        given = self.parts[0](list(texts), return_tensors="pt", **settings)
+        tokenizer, _ = self.parts
+        given = tokenizer(list(texts), return_tensors="pt", padding=True, truncation=True, max_length=self.most_tokens)
         return {name: given[name] for name in ("input_ids", "attention_mask")}
 
     def vectors(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -192,13 +195,13 @@ class PretrainedTextEncoder(Pretrained, TextEncoder):  # type: ignore[override]
 
 
 @cache
-def _load(source: str) -> tuple[Any, Any]:
+def _load(source: str) -> "tuple[PreTrainedTokenizerBase, PreTrainedModel]":
     """Return the tokenizer and the module, shared by all flows of this process."""
     from transformers import AutoConfig, AutoModel, AutoTokenizer, CLIPTextModel, SiglipTextModel  # takes seconds
 
     try:
         config = AutoConfig.from_pretrained(source)
-        kinds: dict[str, Any] = {"clip": CLIPTextModel, "siglip": SiglipTextModel}
+        kinds: dict[str, type[PreTrainedModel]] = {"clip": CLIPTextModel, "siglip": SiglipTextModel}
         kind = kinds.get(config.model_type.removesuffix("_text_model"), AutoModel)
         tokenizer = AutoTokenizer.from_pretrained(source)
         module = kind.from_pretrained(source, use_safetensors=True, dtype=torch.float32)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from rectified_flow.distributed import map_over_ranks, on_main
@@ -107,7 +107,7 @@ class Measurement(Callback):
         """Measure what needs the rows of all items, on every rank; it may contain collectives."""
 
     @abstractmethod
-    def summarize(self, trainer: "Trainer", rows: Tensor) -> dict[str, Any]:
+    def summarize(self, trainer: "Trainer", rows: Tensor) -> Mapping[str, object]:
         """Return the entries of a line from the rows of all items, on the main process; it may print."""
 
     def conclude(self, trainer: "Trainer", *, new: bool) -> None:
@@ -189,7 +189,7 @@ class EvaluationHook(Measurement):
         self._scores = {name: number for score in self.evaluator.scores for name, number in score(comparison).items()}
 
     @override
-    def summarize(self, trainer: "Trainer", rows: Tensor) -> dict[str, Any]:
+    def summarize(self, trainer: "Trainer", rows: Tensor) -> Mapping[str, object]:
         self._numbers = self.evaluator.compute(rows) | self._scores
         return self._numbers | self.settings
 
@@ -255,7 +255,7 @@ class HeldOutHook(Measurement):
         return self.pictures.losses(_averaged(trainer), numbers)
 
     @override
-    def summarize(self, trainer: "Trainer", rows: Tensor) -> dict[str, Any]:
+    def summarize(self, trainer: "Trainer", rows: Tensor) -> Mapping[str, object]:
         losses = [float(f"{loss:.6g}") for loss in rows[: self.pictures.count].tolist()]
         return {**self.pictures.means(rows), "losses": losses}
 
@@ -354,7 +354,7 @@ def draw_preview(
     return None
 
 
-def default_guidance(flow: Any) -> dict[str, Guidance]:
+def default_guidance(flow: nn.Module) -> dict[str, Guidance]:
     """Return the guidance with which sample.py samples a flow, as an argument of ``flow.sample``; none for scale 1."""
     scale = getattr(flow, "default_guidance", 1.0)
     return {} if scale == 1 else {"guidance": Guidance(scale)}

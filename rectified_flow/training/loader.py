@@ -28,7 +28,7 @@ from rectified_flow.system.signals import leave_signals_to_parent
 _MultiProcessingDataLoaderIter._shutdown = True
 
 
-def load(dataset: Dataset[Any], stream: StreamSampler, config: TrainingConfig) -> Iterator[Batch]:
+def load(dataset: Dataset[object], stream: StreamSampler, config: TrainingConfig) -> Iterator[Batch]:
     """Yield the micro-batches of one rank without end."""
     loader = DataLoader(
         Batches(dataset),
@@ -61,7 +61,7 @@ class SharedBatch:
     def __init__(self, batch: Any) -> None:
         self._content = bytes(ForkingPickler.dumps(dict(batch)))
 
-    def __reduce__(self) -> tuple[Callable[[bytes], Any], tuple[bytes]]:
+    def __reduce__(self) -> tuple[Callable[[bytes], object], tuple[bytes]]:
         return pickle.loads, (self._content,)
 
 

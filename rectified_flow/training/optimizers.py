@@ -114,9 +114,9 @@ class Muon(torch.optim.Optimizer):
     """
 
     def __init__(self, groups: list[dict[str, Any]], *, lr: float, weight_decay: float) -> None:
-        defaults: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
+        defaults = {"lr": lr, "weight_decay": weight_decay}
         others = [group for group in groups if "momentum" not in group]
-        self._adamw = torch.optim.AdamW(others, **defaults) if others else None
+        self._adamw = torch.optim.AdamW(others, lr=lr, weight_decay=weight_decay) if others else None
         super().__init__([group | defaults for group in groups], defaults)
 
     @torch.no_grad()

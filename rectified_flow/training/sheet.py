@@ -60,7 +60,7 @@ class DataSheet:
     """
 
     flow: Flow
-    dataset: Dataset[Batch]
+    dataset: Dataset[object]
     words: Sequence[str]
     pictures: ImageDataset | None
     seed: int

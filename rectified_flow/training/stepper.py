@@ -24,7 +24,6 @@ from copy import deepcopy
 from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -40,6 +39,7 @@ from rectified_flow.distributed import any_rank
 from rectified_flow.errors import RunError, UsageError
 from rectified_flow.flows.flow import network_of
 from rectified_flow.randomness import BatchRows, deterministic
+from rectified_flow.registry import Document
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.training_config import TrainingConfig
 from rectified_flow.training.clock import Pace
@@ -120,7 +120,7 @@ class TrainingState(checkpoint.Counters):
             **({} if self.ema is None else {checkpoint.EMA_FILE: self._averaged()}),
         }
 
-    def counters(self, sums: dict[str, list[float]]) -> dict[str, Any]:
+    def counters(self, sums: dict[str, list[float]]) -> Document:
         """Return everything else of the state as JSON can hold it; ``sums`` are the sums of all ranks."""
         scaler = self.optimizer.scaler
         numbers = {name: value for name, value in self._moments().items() if isinstance(value, int | float)}
@@ -144,7 +144,7 @@ class TrainingState(checkpoint.Counters):
         optimizer = type(self.optimizer.optimizer).__name__
         if saved.optimizer != optimizer:
             raise UsageError(f"{path} was trained by {saved.optimizer}, not {optimizer}: choose another `output_dir`")
-        self._load_moments(checkpoint.load_tensors(path, OPTIMIZER_FILE) | saved.optimizer_numbers)
+        self._load_moments({**checkpoint.load_tensors(path, OPTIMIZER_FILE), **saved.optimizer_numbers})
         if self.optimizer.scaler is not None and saved.grad_scaler is not None:
             self.optimizer.scaler.load_state_dict(saved.grad_scaler)
         for name in COUNTERS:
@@ -164,7 +164,7 @@ class TrainingState(checkpoint.Counters):
         averaged = network_of(self.ema.ema_model).state_dict()
         return {name: value for name, value in averaged.items() if name not in frozen}
 
-    def _moments(self) -> dict[str, Any]:
+    def _moments(self) -> dict[str, Tensor | float | None]:
         """Return the optimizer's state by ``PARAMETER.NAME``: tensors, numbers and None.
 
         Some optimizers count in their groups: numbers that have changed since the start, by ``group N.NAME``.
@@ -180,14 +180,14 @@ class TrainingState(checkpoint.Counters):
             if type(value) in (int, float) and key != "lr" and value != self._settings[number].get(key)
         }
 
-    def _load_moments(self, moments: Mapping[str, Any]) -> None:
+    def _load_moments(self, moments: Mapping[str, Tensor | float]) -> None:
         """Restore the optimizer's state, whatever the number and order of its groups.
 
         A checkpoint names parameters, while torch's state dict numbers them group by group.
         """
         groups = self.optimizer.state_dict()["param_groups"]
         by_group = {f"group {number}": group for number, group in enumerate(groups)}
-        by_parameter: dict[nn.Parameter, dict[str, Any]] = defaultdict(dict)
+        by_parameter: dict[nn.Parameter, dict[str, Tensor | float]] = defaultdict(dict)
         for label, value in moments.items():
             name, _, key = label.rpartition(".")
             if name in self.parameters:
@@ -199,7 +199,7 @@ class TrainingState(checkpoint.Counters):
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def _like(parameter: Tensor, value: Any) -> Any:
+def _like(parameter: Tensor, value: Tensor | float) -> Tensor | float:
     """Give a tensor of the shape of ``parameter`` its memory format, which a fused update takes for granted."""
     if isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim:
         return torch.empty_like(parameter, dtype=value.dtype).copy_(value)

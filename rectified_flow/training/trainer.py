@@ -6,7 +6,7 @@ from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 from accelerate import Accelerator
@@ -69,15 +69,15 @@ class Trainer:
     def __init__(
         self,
         flow: nn.Module,
-        dataset: Dataset[Any],
+        dataset: Dataset[object],
         config: TrainingConfig,
         *,
         optimizer: BuildOptimizer | None = None,
         lr_schedule: LrSchedule | None = None,
         callbacks: Sequence[Callback] = (),
-        data: Mapping[str, Any] | None = None,
-        flags: Mapping[str, Any] | None = None,
-        preview_data: Dataset[Any] | None = None,
+        data: Mapping[str, object] | None = None,
+        flags: Mapping[str, object] | None = None,
+        preview_data: Dataset[object] | None = None,
         clock: Clock | None = None,
     ) -> None:
         self.preview_data, self.clock = preview_data, clock
