@@ -10,11 +10,22 @@ from typing import Any, TypeVar, cast
 from accelerate import PartialState
 
 from rectified_flow.cli.distill import REMEDY, DistillationData, recipe_of
+from rectified_flow.cli.program_flags import ProgramConfig
 from rectified_flow.cli.settings import Settings, command_line, flags_in, typed_flags
-from rectified_flow.cli.training_flags import ColumnConfig, DataConfig, Method, NetworkConfig, SourceConfig, TrainConfig
+from rectified_flow.cli.training_flags import (
+    ColumnConfig,
+    DataConfig,
+    FlowConfig,
+    InitConfig,
+    Method,
+    NetworkConfig,
+    SourceConfig,
+    TrainConfig,
+    TrainProgramConfig,
+)
 from rectified_flow.distributed import on_main
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import rules_of
+from rectified_flow.flags import Flags, flag_name, rules_of
 from rectified_flow.registry import as_plain, build
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.folder import prepare_folders, read_config
@@ -24,9 +35,34 @@ from rectified_flow.system.artifact import Artifact, owned_files
 from rectified_flow.system.terminal import line
 
 C = TypeVar("C", bound=TrainConfig)
-DATA_FLAGS = frozenset(each.name for kind in (DataConfig, SourceConfig, ColumnConfig) for each in fields(kind))
-INHERITED = DATA_FLAGS | {each.name for each in fields(NetworkConfig)} | {"prediction"}
+
+
+def names_of(*groups: type[Flags]) -> frozenset[str]:
+    """Return the names of the flags of groups."""
+    return frozenset(flag_name(each.name) for group in groups for each in fields(group))
+
+
+DATA_FLAGS = names_of(DataConfig, SourceConfig, ColumnConfig)
+INHERITED = DATA_FLAGS | names_of(NetworkConfig) | {"prediction"}
 """Flags that a student has from the run of its teacher."""
+OF_FIRST_RUN = INHERITED | names_of(InitConfig, FlowConfig) | {"sample_steps"}
+"""Flags that mean the first run of ``--one_step`` alone: the second run inherits them, or has values of its own."""
+OF_COMMAND = names_of(TrainProgramConfig) - names_of(ProgramConfig)
+"""Flags of the whole command, such as ``--budget``."""
+
+
+def handed_on(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the given flags that the second run of ``--one_step`` has, too.
+
+    These are all that describe this machine, the training and its evaluation, unless a teacher excludes them.
+    """
+    rules = rules_of(TrainConfig)
+    others = OF_COMMAND | DATA_FLAGS | set(rules["teacher"].excludes.split())
+    return {
+        name: value
+        for name, value in given.items()
+        if name not in others and (rules[name].local or name not in OF_FIRST_RUN)
+    }
 
 
 def recorded_flags(path: Path) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from rectified_flow.cli.checks import check_flags, check_items, check_sides, che
 from rectified_flow.cli.data import build_space, can_augment, find_data, flags_of_files
 from rectified_flow.cli.distill import DistillationData, open_distilled
 from rectified_flow.cli.framing import FramedFlags, framing_of
-from rectified_flow.cli.record import DATA_FLAGS, check_one_step, distillation_of, recorded_space, with_record
+from rectified_flow.cli.record import check_one_step, distillation_of, handed_on, recorded_space, with_record
 from rectified_flow.cli.settings import Settings
 from rectified_flow.cli.training_flags import UNET, EvaluationConfig, OneStepConfig, TrainConfig
 from rectified_flow.condition import ConditionSpecs
@@ -73,7 +73,7 @@ def train(settings: Settings[TrainConfig]) -> bool:
 
 
 def one_step_of(run: TrainingConfig, given: Mapping[str, Any], budget: str, *, spent: float) -> Settings[TrainConfig]:
-    """Return the settings of the one-step generator of ``--one_step``: this machine's flags, and the time that is left.
+    """Return the settings of the one-step generator of ``--one_step``: the flags of both runs, and the time left.
 
     The generator gets at most half of the budget, and at least a tenth. A generator that has begun has a clock of its
     own.
@@ -84,9 +84,7 @@ def one_step_of(run: TrainingConfig, given: Mapping[str, Any], budget: str, *, s
         budget: the time of both in words.
         spent: the time that the run took [s].
     """
-    rules = rules_of(TrainConfig)
-    flags = {name: value for name, value in given.items() if rules[name].local and name not in DATA_FLAGS}
-    flags |= {"teacher": run.output_dir, "output_dir": run.output_dir / "one-step", "seed": run.seed}
+    flags = handed_on(given) | {"teacher": run.output_dir, "output_dir": run.output_dir / "one-step", "seed": run.seed}
     if run.checkpoint_dir is not None:
         flags["checkpoint_dir"] = run.checkpoint_dir / "one-step"
     if not (run.output_dir / "one-step" / CLOCK_FILE).exists():

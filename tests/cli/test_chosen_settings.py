@@ -141,6 +141,27 @@ def test_each_of_two_generators_has_half_of_the_time(budget: str, half: str) -> 
 
 @pytest.mark.parametrize(
     ("words", "seconds"),
+@pytest.mark.parametrize(
+    ("words", "are_kept"),
+    [
+        ("--mixed_precision bf16 --num_samples 9 --save_every 7 --keep_checkpoints 2 --sample_every 5", True),
+        ("--optimizer adamw --learning_rate 1e-4 --ema_decay 0.9 --batch_size 3 --compile", True),
+        ("--evaluate_every 5 --evaluation_samples 10 --feature_network efficientnet_lite0", True),
+        ("--num_workers 2 --log_with tensorboard --gradient_checkpointing --import math --resume never", True),
+        ("--dataset_path x --max_train_samples 9 --autoencoder small --horizontal_flip --use_cfg --dropout 0.3", False),
+        ("--dim 8 --network Unet --init_from none --time_distribution uniform --coupling ot --method rectified", False),
+        ("--sample_steps 32 --holdout 0.1 --stop_when_memorising --augment 0.1 --one_step --budget 5m", False),
+    ],
+)
+def test_the_second_run_of_a_command_has_the_flags_that_are_not_of_the_first_alone(words: str, are_kept: bool) -> None:
+    given = read_settings(TrainConfig, "", words.split()).layers["given"]
+    assert given
+    second = train.one_step_of(TrainConfig().run, given, "10m", spent=60.0).layers["given"]
+    expected = {"teacher", "output_dir", "seed", "budget"} | (given.keys() if are_kept else set())
+    assert second.keys() == expected
+    assert second["budget"] == "5m"
+
+
     [
         *(("1h30m", 5400), ("90min", 5400), ("45 min", 2700), ("1.5h", 5400), ("2 hours", 7200), ("1d 2h", 93600)),
         *(("90 seconds", 90), ("1H", 3600), ("10mins", 600), ("1 day", 86400), ("0.5s", 0.5), ("1d2h3m4s", 93784)),

@@ -133,7 +133,7 @@ def test_a_run_and_its_map_in_one_command(world_size: int, pictures: Path, tmp_p
     run_on_ranks(world_size, train, words, 300.0, world_size == 2)
     teacher, student = flags_of(tmp_path / "run"), flags_of(tmp_path / "run/one-step")
     assert teacher["mixed_precision"] == "bf16"
-    assert student["mixed_precision"] == "no", "bf16 is not faster here"
+    assert student["mixed_precision"] == "bf16", "as given, though bf16 is not faster here"
     assert (student["seed"], student["dim"]) == (3, 8)
     assert student["teacher"].startswith(f"{tmp_path}/run")
     states = [json.loads((tmp_path / folder / "status.json").read_text()) for folder in ("run", "run/one-step")]
