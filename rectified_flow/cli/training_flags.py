@@ -11,6 +11,7 @@ from rectified_flow.cli.budget import seconds_of
 from rectified_flow.cli.program_flags import ProgramConfig
 from rectified_flow.data import OXFORD_FLOWERS
 from rectified_flow.data.framing import Bits, Crop, Framing, Resize, parse_ratio
+from rectified_flow.errors import UsageError
 from rectified_flow.evaluation import FeatureNetwork
 from rectified_flow.flags import (
     AtLeastTwo,
@@ -278,9 +279,16 @@ class InitConfig(Flags):
 
         Args:
             starter: name of the starter for the data, as :attr:`DataConfig.starter`.
+
+        Raises:
+            UsageError: if the package has no starter for the data.
         """
-        named = self.init_from
-        return None if named == NO_WEIGHTS else STARTERS / starter if named == STARTER else named
+        if self.init_from != STARTER:
+            return None if self.init_from == NO_WEIGHTS else self.init_from
+        if starter not in {folder.name for folder in STARTERS.iterdir()}:
+            remedy = "pass --autoencoder small, or another --init_from"
+            raise UsageError(f"--init_from starter has no weights for --autoencoder {starter}: {remedy}")
+        return STARTERS / starter
 
 
 @dataclass(frozen=True)

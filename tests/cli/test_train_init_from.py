@@ -82,6 +82,12 @@ def test_the_starters_are_undamaged_checkpoints(name: str) -> None:
     assert all(weight.isfinite().all() for weight in weights.values())
 
 
+def test_no_starter_is_read_from_the_folder_of_an_autoencoder(tmp_path: Path) -> None:
+    values = read_settings(TrainConfig, "", ["--init_from", "starter", "--autoencoder", str(tmp_path)]).values
+    with pytest.raises(UsageError, match=f"starter has no weights for --autoencoder {tmp_path}: pass --autoencoder"):
+        values.init.origin(values.data.starter)
+
+
 def test_the_starter_in_a_network_of_more_levels(tmp_path: Path) -> None:
     network = Unet(STARTER_DIMS[False], (1, 1, 2, 3), image_size=64, attention_sides=(8,), blocks_per_level=1)
     start_from(STARTERS / "pixels", TrainingConfig(output_dir=tmp_path / "new"), RectifiedFlow(network))
