@@ -196,13 +196,19 @@ class Small(Autoencoder):
 
     Args:
         fingerprint: the hash of the weights, if they must be the same as in training; None takes those of the package.
+
+    Raises:
+        UsageError: if the weights are others than in training, for example after an upgrade of the package. The
+            description of a flow has the hash, so that loading the flow compares it.
     """
 
     name = "small"
     encodes_in_step = True
 
     def __init__(self, fingerprint: str | None = None) -> None:
-        self.fingerprint = fingerprint or _small_fingerprint()
+        self.fingerprint = _small_fingerprint()
+        if fingerprint not in (None, self.fingerprint):
+            raise UsageError("`autoencoder` small has other weights than in training: install the version used there")
 
     @override
     def encode(self, pictures: Tensor) -> tuple[Tensor, None]:
@@ -214,8 +220,6 @@ class Small(Autoencoder):
 
     @override
     def prepare(self, device: torch.device) -> None:
-        if self.fingerprint != _small_fingerprint():
-            raise UsageError("`autoencoder` small has other weights than in training: install the version used there")
         _small(device)
 
     @torch.no_grad()
