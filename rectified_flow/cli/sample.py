@@ -271,10 +271,10 @@ def _write_nearest(data: RealData, outputs: Outputs, state: PartialState) -> Non
     """Write a sheet of samples, each before the training pictures that are nearest to it, with their distances.
 
     The distance is the root mean square difference between the mean colours of 8x8 fields, in grey levels of 256, of
-    a training picture or of its mirror image. Collective.
+    a training picture or of its mirror image, as the autoencoder, if there is one, reconstructs it. Collective.
     """
     colours = average_colours()
-    real = reference_features(data, colours)
+    real = reference_features(data, colours, medium=outputs.medium if outputs.medium.codec else None)
     if not state.is_main_process:
         return
     files = outputs.pictures[:GRID_PICTURES]
