@@ -324,8 +324,10 @@ def training_speed(flow: Flow, run: TrainingConfig, path_points: int) -> Speed:
     count = run.split_batch(state.num_processes).per_process
     optimizer = find_optimizer(run, fused=state.device.type == "cuda")
     speed = measure_speed(flow, optimizer, count, path_points, lambda: autocast(precision, state.device))
-    rates, memories = zip(*gather_object([speed]), strict=True)
-    return Speed(state.num_processes * min(rates), max(memories))
+    speeds: list[Speed] = gather_object([speed])
+    slowest, processes = min(speeds), state.num_processes
+    memory = max(each.memory for each in speeds)
+    return Speed(processes * slowest.rate, memory, processes * slowest.slowest, processes * slowest.fastest)
 
 
 def short_warm_up(run: TrainingConfig, items: int, given: Collection[str]) -> dict[str, int]:

@@ -4,12 +4,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import inf, prod
+from statistics import median
 from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.utils import clip_grad_norm_
 
 from rectified_flow.flows.flow import SOURCE, Flow
 from rectified_flow.randomness import BatchRows, deterministic
@@ -18,21 +20,34 @@ from rectified_flow.runs.training_config import TrainingConfig
 from rectified_flow.spaces.medium import Medium
 from rectified_flow.system.terminal import lines
 from rectified_flow.training.optimizers import BuildOptimizer
+from rectified_flow.training.stepper import constant_average, trained_parameters
 
 PIXELS = 2**14  # of a measured batch on a CPU; with half of them, a step of 64 px looks 20% slower than it is
 MAX_STEPS, MIN_STEPS, MAX_SECONDS = 6, 2, 2.0  # measured steps; no further one starts after these seconds
+AVERAGE = 0.99  # decay of the average of the weights in measured steps; its time does not depend on it
 BYTES_PER_WEIGHT = 20  # float32 weight, gradient, two moments and average
 
 
 class Speed(NamedTuple):
-    """Images per second of a training, 0 if it does not fit into the memory of a GPU, and the bytes that it needs."""
+    """The speed of a training and the memory that it needs."""
 
     rate: float
+    """Images per second; 0 if the training does not fit into the memory of a GPU."""
     memory: float = 0.0
+    """Memory of each process [bytes]."""
+    slowest: float = 0.0
+    """Images per second of the slowest measured step; 0 if it is unknown."""
+    fastest: float = 0.0
+    """Images per second of the fastest measured step; 0 if it is unknown."""
 
     def __str__(self) -> str:
-        rate = f"{self.rate:,.1f}" if self.rate >= 1 else f"{self.rate:.2g}"
-        return f"{rate} images/s in about {self.memory / 1e9:.2g} GB of memory for each process"
+        span = f" ({_number(self.slowest)} to {_number(self.fastest)})" if self.fastest else ""
+        memory = f"in about {self.memory / 1e9:.2g} GB of memory for each process"
+        return f"{_number(self.rate)} images/s{span} {memory}"
+
+
+def _number(rate: float) -> str:
+    return f"{rate:,.1f}" if rate >= 1 else f"{rate:.2g}"
 
 
 def measure_speed(
@@ -44,7 +59,8 @@ def measure_speed(
 ) -> Speed:
     """Time steps of this process on a batch of ``count`` images, and read the memory at the peak.
 
-    The fastest of up to six steps counts, since other programs on the machine slow down some of them.
+    The median of up to six steps counts. A step clips the gradient and updates an average of the weights, as in a run.
+    A run also reads its batch from a store, which takes less than a thousandth of a step (benchmarks/README.md).
 
     On a CPU, the steps are made on fewer and smaller images, and both figures are scaled by the number of pixels: time
     and memory of a convolution are in proportion to it, and a full memory would end the program. On a GPU, the speed
@@ -59,7 +75,8 @@ def measure_speed(
         rows = min(count, max(2, PIXELS // prod(small)))
     scale = count * prod(sides) / (rows * prod(small))
     batch = {name: torch.cat([value] * rows) for name, value in blank_item(flow, points, small).items()}
-    optimizer = build([(name, p) for name, p in flow.named_parameters() if p.requires_grad])
+    parameters = trained_parameters(flow)
+    optimizer, average = build([*parameters.items()]), constant_average(flow, AVERAGE)
     weights = {p.untyped_storage().data_ptr() for p in flow.parameters()}
     kept: dict[int, int] = {}
 
@@ -75,7 +92,9 @@ def measure_speed(
             loss = flow(**batch)
         loss.backward()
         computed = _now()
+        clip_grad_norm_(parameters.values(), 1.0)
         optimizer.step()
+        average.update()
         return scale * (computed - began) + _now() - computed
 
     with deterministic(BatchRows(0, 0, rows, slice(None)), device):
@@ -88,7 +107,8 @@ def measure_speed(
         except torch.OutOfMemoryError:
             return Speed(0.0, inf)
     state = BYTES_PER_WEIGHT * sum(p.numel() for p in flow.parameters())
-    return Speed(count / min(times), state + scale * sum(kept.values()))
+    memory = state + scale * sum(kept.values())
+    return Speed(count / median(times), memory, slowest=count / max(times), fastest=count / min(times))
 
 
 def blank_item(flow: Flow, points: int, sides: list[int]) -> dict[str, Tensor]:
