@@ -27,11 +27,13 @@ FEW, AUGMENT = 16_000, 0.15  # 1,400 pictures need augmentation in long runs (sm
 MIN_TO_HOLD_OUT, HELD_OUT = 125, 30  # of 125 pictures, the 30 that a measurement needs are a quarter
 PASSES, AUGMENTED_PASSES = 400, 1000  # over 64 pictures of 16 px until 1% of the samples are copies (small_data.md)
 UNAUGMENTED_PASSES = 50  # no copies of 64 to 1,400 pictures without augmentation (small_data.md)
-MIN_LIMIT = 192_000  # images; a network learns too little in a shorter run on any number of pictures (small_data.md)
+# images; a network learns too little in a shorter run on any number of pictures: on pixels (small_data.md), and on
+# latents, where distances to photographs hardly fall in longer runs from the starter (docs/latents.md)
+MIN_LIMIT = {False: 192_000, True: 22_000}
 MIN_IMAGES = 4_000  # the shortest measured run whose samples look like pictures had 4,800 images (budget.md)
 SIZES = {  # images from which a size and its --autoencoder give better pictures than the next entry
     (256, ("small",)): 400_000,  # a guess: four times the images of an hour at 128 px
-    (128, ("small",)): MIN_IMAGES,
+    (128, ("small",)): 0,  # latents of 128 px process three times as many images as pixels of 32 px (docs/latents.md)
     (64, ()): MIN_IMAGES,
     (32, ()): 0,
 }
@@ -54,6 +56,7 @@ MIN_BATCH, MIN_BATCH_OF_PATHS, MIN_BATCH_OF_LATENTS, MIN_BATCH_OF_GPU = 8, 16, 3
 MAX_BATCH, MIN_STEPS = 256, 7000  # a larger batch needs at least so many steps (budget.md, "Batch size")
 BF16_GAIN = 1.1  # speed of bf16 on a CPU above which bf16 is chosen; measured gains are 1.3 or none (budget.md)
 SHORTER = "pass a smaller --image_size, or a longer --budget"
+LONGER = "add pictures, or pass --train_num_steps in place of --budget, to train for longer"
 FEWEST_STEPS = 10  # no setting makes fewer steps useful
 EMA_SHARE = 0.05  # time constant of the average of the weights, as a share of the steps (budget.md, first table)
 MAX_EMA_DECAY = 0.99999  # 1 would keep the initial weights
@@ -81,7 +84,9 @@ class Facts:
     fixed: frozenset[str] = frozenset()
     """Flags that the user has set, and the alternatives to them."""
     spent: float = 0.0
-    """The part of the time that has passed when the plan is made, and that encoding will take [s]."""
+    """The time that has passed when the plan is made [s]."""
+    runs: int = 1
+    """Number of runs that share the time that has passed: both of ``--one_step`` need the pictures."""
     memory: float = inf
     """Free memory of a process [bytes]."""
     processes: int = 1
@@ -109,7 +114,7 @@ class Facts:
     @property
     def seconds(self) -> float:
         """The time that is left [s]."""
-        return seconds_left(self.time, self.spent)
+        return seconds_left(self.time, self.spent / self.runs)
 
     @property
     def min_batch(self) -> int:
@@ -120,7 +125,12 @@ class Facts:
     @property
     def limit(self) -> float:
         """The largest number of images of a run; unlimited for the data of a teacher."""
-        return inf if self.calls else limit_of(self.pictures, self.augment)
+        return inf if self.calls else limit_of(self.pictures, self.augment, latents=self.latents)
+
+    @property
+    def remedy(self) -> str:
+        """What to do if too few images fit into the time; latents of a smaller size are not processed faster."""
+        return "pass a longer --budget" if self.latents and "image_size" not in self.fixed else SHORTER
 
 
 class Trial(NamedTuple):
@@ -175,7 +185,7 @@ def plan(facts: Facts, measure: Measure) -> Plan:
     fitting = TRAINED_SHARE * seconds * speed.rate
     steps, step = int(min(fitting, facts.limit) / trial.batch), trial.batch / speed.rate
     if steps < FEWEST_STEPS:
-        text = f"a step of {trial.batch} images takes {step:.1f} s on this machine; {SHORTER}"
+        text = f"a step of {trial.batch} images takes {step:.1f} s on this machine; {facts.remedy}"
         raise UsageError(f"--budget {facts.time} is too short: {text}")
     settings = settings_of(facts, trial) | intervals(facts, step, speed.rate, steps)
     settings |= {"train_num_steps": steps, "num_epochs": None, "lr_warmup_steps": max(10, steps // 50)}
@@ -211,7 +221,7 @@ def choose_size(
             continue
         augment = for_pictures(pictures, augmentable=not autoencoder).get("augment", 0.0)
         fitting = TRAINED_SHARE * seconds * measure(size, autoencoder).rate
-        images = min(fitting, limit_of(pictures, augment))
+        images = min(fitting, limit_of(pictures, augment, latents=bool(autoencoder)))
         if images >= min_images:
             if (changed := error(size, autoencoder) if autoencoder else 0.0) > SPOILED:
                 spoiled = f", as --autoencoder {autoencoder[0]} changes these pictures by {changed:.0f} of 255"
@@ -238,9 +248,9 @@ def passes_of(augment: float) -> int:
     return AUGMENTED_PASSES if augment else PASSES
 
 
-def limit_of(pictures: int, augment: float) -> int:
+def limit_of(pictures: int, augment: float, *, latents: bool) -> int:
     """Return the largest number of training images, repeats included, for a number of pictures."""
-    return max(MIN_LIMIT, passes_of(augment) * pictures)
+    return max(MIN_LIMIT[latents], passes_of(augment) * pictures)
 
 
 def network_flags(kind: type[Network], width: int, sides: Sequence[int]) -> dict[str, Any]:
@@ -361,18 +371,13 @@ def _reasons(
         return " ".join(command_line({name: settings[name] for name in chosen}))
 
     images, samples = settings["train_num_steps"] * batch, settings.get("teacher_samples", 0)
-    passes, limited = passes_of(facts.augment), fitting > facts.limit
-    copies = images > 1.01 * passes * facts.pictures and not facts.calls
-    why = "since longer runs memorise the pictures" if limited else "as many as fit into the time"
-    if copies:
-        why = f"{images / facts.pictures:,.0f} passes; after {passes:,}, samples become copies of the pictures"
+    parts = _parts_of_time(facts, images, 0 if facts.drawn is not None else samples, speed)
+    why = _why_so_long(facts, images, facts.seconds - sum(parts.values()) + facts.spent, fitting)
     network = words("dim", "dim_mults", "network", "init_from")
     rates = words("optimizer", "learning_rate", "lr_decay", "lr_warmup_steps", "ema_decay", "augment")
     why += f"; a step trains on {settings['batch_size']} at once, to save memory" if "batch_size" in settings else ""
-    few = f"{images:,} images are too few for samples that look like pictures: {SHORTER}"
+    few = f"{images:,} images are too few for samples that look like pictures: {facts.remedy}"
     draws = f"draws {samples:,} samples before the training, {samples * facts.calls:,} network calls"
-    trained = images / speed.rate
-    parts = {"to start and read": facts.spent, "to train": trained, "for previews": facts.seconds - trained}
     texts = {
         "time": ", ".join(f"{duration(each)} {what}" for what, each in parts.items() if each >= 1) + " and saving",
         "budget": f"{facts.time} (--budget changes it): {facts.processes} x {facts.device} trains {speed}",
@@ -384,3 +389,25 @@ def _reasons(
         "warning": few if images < MIN_IMAGES and not facts.calls else "",
     }
     return {topic: text for topic, text in texts.items() if text}
+
+
+def _parts_of_time(facts: Facts, images: int, samples: int, speed: Speed) -> dict[str, float]:
+    """Return the parts of the time of a run by name [s]; a teacher draws so many samples before the training."""
+    trained = images / speed.rate
+    return {
+        "to start and read": facts.spent,
+        "for samples of the teacher": samples * facts.calls * FORWARD_SHARE / speed.rate,
+        "to train": trained,
+        "for previews": trained * (1 / TRAINED_SHARE - 1),
+    }
+
+
+def _why_so_long(facts: Facts, images: int, left: float, fitting: float) -> str:
+    """Return the reason for the number of images of a run that ends so many seconds before its time."""
+    passes, is_limited = passes_of(facts.augment), fitting > 1.01 * facts.limit
+    if not facts.calls and images > 1.01 * passes * facts.pictures:
+        done = images / facts.pictures
+        reason = f"{done:,.0f} passes; after {passes:,}, samples become copies of the pictures"
+    else:
+        reason = "since longer runs memorise the pictures" if is_limited else "as many as fit into the time"
+    return f"{reason}; the run ends {duration(left)} before its time: {LONGER}" if is_limited else reason

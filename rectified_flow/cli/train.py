@@ -327,7 +327,8 @@ def with_plan(
         fixed,
         pictures=count,
         time=budget,
-        spent=elapsed / (2 if values.program.one_step else 1),  # both runs need the pictures
+        spent=elapsed,
+        runs=2 if values.program.one_step else 1,
         augmentable=can_augment(space),
         sides=(space.shape or values.data.framing.shape)[1:],
         network=network.target,

@@ -74,7 +74,8 @@ def test_the_laws_of_a_plan(run: str, time: str) -> None:
     trial = Trial(settings.get("dim"), batch, settings.get("mixed_precision"))
     training = batch * steps / machine(trial).rate
     drawing = settings.get("teacher_samples", 0) * facts.calls * FORWARD_SHARE / machine(trial).rate
-    most = max(192_000, (1000 if facts.augment else 400) * facts.pictures) if not facts.calls else inf
+    least = 22_000 if facts.latents else 192_000
+    most = max(least, (1000 if facts.augment else 400) * facts.pictures) if not facts.calls else inf
     assert drawing < 0.5 * facts.seconds
     assert batch * steps <= most
     assert training <= 0.91 * (facts.seconds - 0.9 * drawing)
@@ -162,6 +163,8 @@ def test_a_longer_time_buys_a_wider_network_and_more_steps() -> None:
         (replace(EMOJI, pictures=760), 1000, 64),
         (replace(EMOJI, pictures=760, augment=0), 400, 64),
         (replace(EMOJI, pictures=5), 38_400, 48),  # 192,000 images are too few for 64
+        (replace(EMOJI, pictures=100, augment=0, latents=True), 400, 48),
+        (replace(EMOJI, pictures=10, augment=0, latents=True), 2200, 48),
     ],
 )
 def test_few_pictures_limit_the_length_and_the_width(facts: Facts, passes: int, dim: int) -> None:
@@ -169,8 +172,23 @@ def test_few_pictures_limit_the_length_and_the_width(facts: Facts, passes: int, 
     made = plan(replace(facts, time="30d"), Machine(500))
     assert images(made) == pytest.approx(passes * facts.pictures, rel=0.01)
     assert made.settings["dim"] == dim
-    sentence = "38,400 passes; after 1,000, samples become copies" if passes > 1000 else "longer runs memorise"
-    assert sentence in made.reasons["length"]
+    most = 1000 if facts.augment else 400
+    copies = f"{images(made) / facts.pictures:,.0f} passes; after {most:,}, samples become copies of the pictures"
+    assert (copies if passes > most else "since longer runs memorise the pictures") in made.reasons["length"]
+    assert "; the run ends 30 days before its time: add pictures, or pass --train_num_steps" in made.reasons["length"]
+
+
+def test_the_parts_of_the_time_are_those_of_the_run() -> None:
+    """Both runs of ``--one_step`` need the pictures: each has half of the time that reading took, and the line all."""
+    facts = replace(FLOWERS, time="10m", spent=120.0, precisions=(None,))
+    alone, shared = (plan(replace(facts, runs=runs), Machine(33)).reasons["time"] for runs in (1, 2))
+    assert alone == "2.0 minutes to start and read, 7.2 minutes to train, 48 s for previews and saving"
+    assert shared == "2.0 minutes to start and read, 8.1 minutes to train, 54 s for previews and saving"
+    few = replace(facts, pictures=60, augment=0, latents=True, time="1h", spent=0.0, why_network="set by flags")
+    ended = plan(few, Machine(50, batch=0)).reasons["time"]
+    assert ended == "8.0 minutes to train, 53 s for previews and saving", "it has 400 passes"
+    drawn = plan(replace(DISTILL, time="10m"), Machine(30, gain=1, batch=0)).reasons["time"]
+    assert drawn.startswith("2.5 minutes for samples of the teacher, ")
 
 
 @pytest.mark.parametrize(
