@@ -42,6 +42,7 @@ from rectified_flow.spaces.space import Space, with_augmentation
 from rectified_flow.system.files import replace_file, writing
 from rectified_flow.system.terminal import line, lines, paragraph
 from rectified_flow.training.clock import Clock
+from rectified_flow.training.copies import CopiesHook
 from rectified_flow.training.evaluations import Callback, EvaluationHook, HeldOutHook
 from rectified_flow.training.sheet import DataSheet, DataSheetHook
 from rectified_flow.training.speed import Speed, summarize
@@ -218,6 +219,9 @@ def train_settled(
     callbacks = _callbacks(values.run, values.evaluation, flow, opened, split, data.name)
     if held_out is not None:
         callbacks.insert(0, build_heldout_hook(values.run, values.evaluation, training, held_out))
+    has_few = data.has_pictures and distilled is None and split is None and count < plan.MIN_TO_HOLD_OUT
+    if has_few and "copies" in flow.space.medium.metrics and not flow.takes_source:
+        callbacks.append(CopiesHook(pictures, flow.space.medium))
     if distilled is not None:
         words = [f"{len(training):,} {training.info.source}"]
     callbacks.insert(0, DataSheetHook(words, pictures if data.has_pictures and distilled is None else None))
@@ -430,7 +434,7 @@ def hold_out_pictures(pictures: ImageDataset, share: float, seed: int, *, is_giv
         needed = f"needs pictures to measure on: pass --holdout {plan.proposed_share(len(pictures)):g}"
         refuse({"stop_when_memorising": stops}, needed)
         if len(pictures) < plan.MIN_TO_HOLD_OUT and not asked:
-            text = f"none of {len(pictures)} pictures, as too few would be left: the run cannot warn when it memorises"
+            text = f"none of {len(pictures)} pictures, as too few would be left"
             state.print(line("held out", text))
         return None
     split = hold_out(pictures, share, seed)

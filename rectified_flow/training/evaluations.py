@@ -60,6 +60,9 @@ class Callback:
     def on_evaluation(self, trainer: "Trainer", numbers: Mapping[str, float]) -> None:
         """Run after an evaluation by the :class:`EvaluationHook`, with its numbers by name."""
 
+    def on_preview(self, trainer: "Trainer", samples: Tensor) -> None:
+        """Run after a preview, with its samples, uint8 ``[n, 3, h, w]``; sources stand before theirs."""
+
     def on_checkpoint(self, trainer: "Trainer", path: Path) -> None:
         """Run when a checkpoint has been copied; a thread of the main process writes it to ``path``."""
 

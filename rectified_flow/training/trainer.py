@@ -322,6 +322,8 @@ class Trainer:
         drawn = draw_preview(self.averaged_flow, data, self.config, self.accelerator, self.batch.per_process)
         if drawn is not None:
             self.run.log.samples(self.state.step, to_grid(*drawn))
+            for callback in self.callbacks:
+                callback.on_preview(self, drawn[0])
 
     def _report_skipped(self, positions: list[int]) -> None:
         """Report a step that was skipped, with the items of the global batch that may have caused it."""
