@@ -30,10 +30,7 @@ def said(folder: Path, dataset: ImageDataset) -> str:
 
 def test_copies_in_a_preview_are_reported(flowers: ImageDataset, tmp_path: Path) -> None:
     """More than 5% are too many."""
-    printed, others = run_on_ranks(2, said, tmp_path / "run", flowers)
+    [printed] = run_on_ranks(1, said, tmp_path / "run", flowers)
     assert "copies      previews are compared with the 46 training pictures" in printed
-    warning = (
-        "warning: 2 of the 20 samples of the preview are copies of training pictures at step 2; evaluate.py counts"
-    )
-    assert warning in printed
-    assert (printed.count("warning"), others) == (1, "")
+    assert "warning: 2 of the 20 samples of the preview are copies of training pictures at step 2; " in printed
+    assert printed.count("warning") == 1
