@@ -5,7 +5,6 @@ from io import StringIO
 from pathlib import Path
 from unittest.mock import patch
 
-import pytest
 import torch
 
 from rectified_flow.data.store import ImageDataset
@@ -18,23 +17,20 @@ from tests.training.runs import IMAGE_SIZE, tiny_config, train
 SAMPLES = 20
 
 
-def said(folder: Path, dataset: ImageDataset, copies: int) -> str:
-    """Train with previews of mirrored training pictures, so many of 20, and noise; return what the run prints."""
-    noise = torch.randint(256, (SAMPLES, 3, IMAGE_SIZE, IMAGE_SIZE), generator=torch.Generator().manual_seed(0))
-    shown = torch.cat((dataset.read_pictures(range(copies)).flip(-1), noise[copies:].byte()))
+def said(folder: Path, dataset: ImageDataset) -> str:
+    """Train with previews that have one mirrored training picture of 20, then two; return what the run prints."""
+    noise = torch.randint(256, (SAMPLES, 3, IMAGE_SIZE, IMAGE_SIZE), generator=torch.Generator().manual_seed(0)).byte()
+    shown = (torch.cat((dataset.read_pictures(range(copies)).flip(-1), noise[copies:])) for copies in (1, 2))
     hook = CopiesHook(dataset, Pixels((3, IMAGE_SIZE, IMAGE_SIZE)).medium)
-    preview = patch.object(trainer, "draw_preview", lambda *_: (shown, None, None, None))
+    preview = patch.object(trainer, "draw_preview", lambda *_: (next(shown), None, None, None))
     with preview, redirect_stdout(StringIO()) as output:
         train(tiny_config(folder, train_num_steps=2, sample_every=1), dataset, callbacks=[hook])
     return output.getvalue()
 
 
-@pytest.mark.parametrize(("world_size", "copies", "warns"), [(2, 2, True), (1, 1, False)])
-def test_copies_in_a_preview_are_reported(
-    world_size: int, copies: int, warns: bool, flowers: ImageDataset, tmp_path: Path
-) -> None:
+def test_copies_in_a_preview_are_reported(flowers: ImageDataset, tmp_path: Path) -> None:
     """More than 5% are too many."""
-    printed = "".join(run_on_ranks(world_size, said, tmp_path / "run", flowers, copies))
-    assert printed.count("copies      previews are compared with the 46 training pictures") == 1
-    assert printed.count("warning: 2 of the 20 samples of the preview are copies of training pictures") == 2 * warns
-    assert ("copies of training pictures at step 2; evaluate.py counts copies" in printed) == warns
+    [printed] = run_on_ranks(1, said, tmp_path / "run", flowers)
+    assert "copies      previews are compared with the 46 training pictures" in printed
+    assert "warning: 2 of the 20 samples of the preview are copies of training pictures at step 2; " in printed
+    assert printed.count("warning") == 1
