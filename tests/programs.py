@@ -139,9 +139,9 @@ def planned(settings: Settings[TrainConfig], count: int, rate: Callable[[TrainCo
     speed = lambda tried, *_: Speed(rate(tried.values))  # noqa: E731
     with patch.object(choices, "speed_of", speed), patch.object(facts, "seconds_since", lambda _began: 0.0):
         values = settings.values
-        is_own, has_length = values.has_own_data, "train_num_steps" in settings.fixed
-        time = facts.budget_of(values.program, is_own=is_own, has_length=has_length)
-        if facts.may_choose(values.program, is_own=is_own) and values.teacher.teacher is None:
+        has_length = "train_num_steps" in settings.fixed
+        time = facts.budget_of(values.program) if values.is_planned and not has_length else None
+        if values.is_planned and values.teacher.teacher is None:
             settings = choices.with_recipe(settings, Sizes([(256, 256)] * count), time)
         settings, _ = choices.with_plan(settings, time, count, {}, build_space(settings.values.data))
         return settings.values

@@ -5,7 +5,6 @@ from math import ceil
 
 from accelerate import PartialState
 
-from rectified_flow.cli import plan
 from rectified_flow.cli.open_data import OpenData
 from rectified_flow.cli.training_flags import EvaluationConfig
 from rectified_flow.data.store import ImageDataset, StoreDataset
@@ -21,7 +20,7 @@ from rectified_flow.system.files import replace_file, writing
 from rectified_flow.system.terminal import line
 from rectified_flow.training.copies import CopiesHook
 from rectified_flow.training.evaluations import Callback, EvaluationHook, HeldOutHook
-from rectified_flow.training.sheet import DataSheet
+from rectified_flow.training.sheet import DataSheet, DataSheetHook
 
 MEASUREMENTS = 10
 """Least number of measurements of the held-out loss in a run by default, before the limit of MEASURED_SHARE."""
@@ -30,31 +29,38 @@ MEASURED_SHARE = 0.05
 
 
 def build_callbacks(
-    run: TrainingConfig, flags: EvaluationConfig, flow: Flow, data: OpenData, pictures: ImageDataset | None
+    run: TrainingConfig,
+    flags: EvaluationConfig,
+    flow: Flow,
+    data: OpenData,
+    words: Sequence[str],
+    pictures: ImageDataset | None,
 ) -> list[Callback]:
-    """Return the callbacks that measure a run: the held-out loss, distances of samples, and copies.
+    """Return the callbacks of a run: the sheet of the data, the held-out loss, distances of samples, and copies.
 
     Args:
         run: the flags of the training.
         flags: the flags of the evaluation.
         flow: the flow.
         data: the data of the run.
+        words: sentences about the data.
         pictures: the pictures that are trained on; None for the data of a teacher, and for items of a dataset.
     """
-    callbacks, (training, held_out) = list[Callback](), data.divided_rows
+    callbacks: list[Callback] = [DataSheetHook(words, pictures)]
+    training, held_out = data.divide(data.rows)
     if held_out is not None:
         callbacks.append(build_heldout_hook(run, flags, training, held_out))
     if flags.evaluate_every:
         callbacks.append(build_evaluation_hook(run, flags, flow, data))
     counts_copies = "copies" in flow.space.medium.metrics and not flow.takes_source
-    if pictures is not None and data.split is None and len(pictures) < plan.MIN_TO_HOLD_OUT and counts_copies:
+    if pictures is not None and data.lacks_held_out and counts_copies:
         callbacks.append(CopiesHook(pictures, flow.space.medium))
     return callbacks
 
 
 def build_evaluation_hook(run: TrainingConfig, flags: EvaluationConfig, flow: Flow, data: OpenData) -> EvaluationHook:
     """Return the callback that evaluates samples during training."""
-    real, unseen = (data.items, None) if data.split is None else data.split.divide(data.items)
+    real, unseen = data.divide(data.items)
     if not hasattr(real, "read_pictures"):  # items of a registered dataset
         real = RenderedItems(real, flow.space, data.description.name)
     evaluator = Evaluator(
@@ -70,15 +76,15 @@ def build_evaluation_hook(run: TrainingConfig, flags: EvaluationConfig, flow: Fl
 
 
 def build_heldout_hook(
-    run: TrainingConfig, config: EvaluationConfig, training: StoreDataset, held_out: StoreDataset
+    run: TrainingConfig, flags: EvaluationConfig, training: StoreDataset, held_out: StoreDataset
 ) -> HeldOutHook:
     """Return the callback that measures the loss on held-out pictures, and on as many training pictures."""
     batch = run.split_batch(PartialState().num_processes)
     total = run.total_steps(batch, len(training))
     often = max(1, total // MEASUREMENTS)
-    every = config.evaluate_every or min(run.save_every or often, often)
-    if config.evaluate_every or config.stop_when_memorising:
-        return HeldOutHook(HeldOutPictures(training, held_out, run.seed), every, stops=config.stop_when_memorising)
+    every = flags.evaluate_every or min(run.save_every or often, often)
+    if flags.evaluate_every or flags.stop_when_memorising:
+        return HeldOutHook(HeldOutPictures(training, held_out, run.seed), every, stops=flags.stop_when_memorising)
     # In a step, the backward pass costs twice as much as the forward pass. A short run measures at least twice: before
     # its first step, and after the last one.
     passes = 3 * batch.total * total * MEASURED_SHARE / 2

@@ -36,7 +36,7 @@ from rectified_flow.training.speed import Speed
 def with_pictures(
     settings: Settings[TrainConfig], data: PictureData, source: ImageSource, budget: str | None
 ) -> tuple[Settings[TrainConfig], list[str]]:
-    """Return the settings with those that suit the pictures of a new run, and sentences about them. Collective.
+    """Add the flags that suit the pictures of a new run, and return sentences about them, too. Collective.
 
     Args:
         settings: the settings of the run.
@@ -44,7 +44,7 @@ def with_pictures(
         source: the pictures.
         budget: the time of the run in words, or None.
     """
-    if facts.may_choose(settings.values.program, is_own=settings.values.has_own_data):
+    if settings.values.is_planned:
         settings = with_recipe(settings, source, budget)
     values, columns = settings.values, settings.values.columns.condition_on
     chosen, notes = framing_of(
@@ -58,7 +58,7 @@ def with_pictures(
 
 
 def with_recipe(settings: Settings[TrainConfig], source: ImageSource, budget: str | None) -> Settings[TrainConfig]:
-    """Return the settings with those that suit the pictures of a source, and print them. Collective."""
+    """Add the flags that suit the pictures of a source, and print them. Collective."""
     values, size = settings.values, None
     if budget is not None:
         size = {}
@@ -119,7 +119,7 @@ def chosen_size(
         data: the flags of the pictures.
         seconds: the time that is left [s].
         precisions: the precisions to choose from.
-        speed_of: measures the speed of a training by flags.
+        speed_of: measures the speed of a run with other flags.
     """
     state, sides = PartialState(), reading.sides_of(source, data.crop)
     if not isinstance(source, FileFolder | HuggingFaceSource) or not sides:
@@ -203,14 +203,14 @@ def with_plan(
         known, lambda trial: speed_of(settings.resolving(plan.settings_of(known, trial)), conditions, space)
     )
     state.print(lines(made.reasons))
-    clock = Clock(elapsed + known.seconds, made.most_steps, began=settings.began)
+    clock = Clock(elapsed + known.seconds, made.most_steps, asked=seconds_of(budget), began=settings.began)
     return settings.resolving(made.settings), clock
 
 
 def speed_of(
     settings: Settings[TrainConfig], conditions: ConditionSpecs | None = None, space: Space | None = None
 ) -> Speed:
-    """Measure the images per second of all processes in a training by these settings, and its memory. Collective."""
+    """Measure the images per second of all processes in a run with these settings, and its memory. Collective."""
     values, distilled = settings.values, distillation_of(settings.values)
     with torch.random.fork_rng():  # the initial weights of the run do not depend on how many networks are measured
         flow = build_flow(

@@ -25,7 +25,6 @@ from rectified_flow.cli.training_flags import (
 from rectified_flow.data.sources.synthetic_flowers import SYNTHETIC_FLOWERS
 from rectified_flow.distributed import on_main
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import values_of
 from rectified_flow.flows.flow import Flow
 from rectified_flow.load import autocast
 from rectified_flow.networks.network import Network, to_device
@@ -46,19 +45,8 @@ DEFAULT_BUDGET = "1h"
 """Budget of runs on a folder of pictures and of runs with a teacher, unless a flag gives the length."""
 
 
-def budget_of(program: TrainProgramConfig, *, is_own: bool, has_length: bool) -> str | None:
-    """Return the time that a run is to take, half of it with ``--one_step``.
-
-    Args:
-        program: the flags of the program.
-        is_own: whether the data are a folder of the user's, or those of a teacher.
-        has_length: whether a flag gives the length of the run.
-
-    Returns:
-        The time in words; None if nothing is planned.
-    """
-    if has_length or not may_choose(program, is_own=is_own):
-        return None
+def budget_of(program: TrainProgramConfig) -> str:
+    """Return the time in words that a planned run is to take, half of it with ``--one_step``."""
     budget = program.budget or DEFAULT_BUDGET
     return time_text(seconds_of(budget) / 2) if program.one_step else budget
 
@@ -85,13 +73,8 @@ def resumed_clock(folder: Path, budget: str | None, given: Collection[str], bega
     return on_main(PartialState(), lambda: Clock.resumed(folder, seconds=seconds, began=began))
 
 
-def may_choose(program: TrainProgramConfig, *, is_own: bool) -> bool:
-    """Return whether flags may be chosen: for data of the user's or with ``--budget``, and not with ``--config``."""
-    return (is_own or program.budget is not None or program.one_step) and program.config is None
-
-
 def least_memory() -> float:
-    """Return the least free memory of a process [bytes]; no limit on a GPU, which says if it is full. Collective."""
+    """Return the least free memory of a process [bytes]; no limit on a GPU, where an allocation fails. Collective."""
     return min(gather_object([free_memory()])) if PartialState().device.type == "cpu" else inf
 
 
@@ -166,14 +149,14 @@ def network_of_origin(
     if origin is None or init.init_from == STARTER:
         return {}, ""
     source = on_main(PartialState(), lambda: checkpoint.resolve(origin, [checkpoint.CONFIG_FILE]))
-    known, ours = recorded_flags(source), values_of(NetworkConfig())
-    return {name: value for name, value in known.items() if name in ours}, f"the network of {init.init_from}"
+    known = recorded_flags(source)
+    return {name: known[name] for name in ("network", *plan.UNET_FLAGS)}, f"the network of {init.init_from}"
 
 
 def starter_of(
     init: InitConfig, data: DataConfig, space: Space, given: Collection[str], *, is_plain: bool
 ) -> plan.Starter:
-    """Return whether a run can start from a starter, a rectified flow of RGB pictures that predicts velocities.
+    """Return how a run may use a starter, a rectified flow of RGB pictures that predicts velocities.
 
     Args:
         init: the flags of the initial weights.

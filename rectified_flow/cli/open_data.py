@@ -10,7 +10,7 @@ from rectified_flow.cli.data import build_space
 from rectified_flow.cli.distill import DistillationData
 from rectified_flow.cli.training_flags import DataConfig
 from rectified_flow.condition import ConditionSpecs
-from rectified_flow.data.description import RunData, with_sources
+from rectified_flow.data.description import PictureData, RunData, with_sources
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.distributed import check_equal, on_main
 from rectified_flow.evaluation.heldout import Split, hold_out
@@ -26,7 +26,7 @@ class OpenData:
     Args:
         description: the description of the data.
         items: pictures with their columns and sources, or the items of a registered dataset.
-        rows: the items as the space stores them.
+        rows: the items as the space stores them; the items themselves before the space or a teacher has stored rows.
         space: the space of the rows.
         split: the rows on either side of the split, if some are held out.
     """
@@ -49,14 +49,15 @@ class OpenData:
         return conditions
 
     @property
-    def divided_rows(self) -> tuple[Any, Any]:
-        """The rows to train on, and those that are held out; None if there are none."""
-        return (self.rows, None) if self.split is None else self.split.divide(self.rows)
+    def lacks_held_out(self) -> bool:
+        """Whether the run cannot measure a loss on held-out pictures, since there are too few pictures for it."""
+        if self.split is not None or not isinstance(self.description, PictureData):
+            return False
+        return self.count < plan.MIN_TO_HOLD_OUT or self.description.holdout > 0
 
-    @property
-    def training_items(self) -> Any:
-        """The items to train on."""
-        return self.items if self.split is None else self.split.divide(self.items)[0]
+    def divide(self, dataset: Any) -> tuple[Any, Any]:
+        """Return those of the items or of the rows that are trained on, and those held out; None if none are."""
+        return (dataset, None) if self.split is None else self.split.divide(dataset)
 
 
 @dataclass(frozen=True)

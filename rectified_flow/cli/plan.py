@@ -19,6 +19,7 @@ from rectified_flow.networks.network import Network
 from rectified_flow.networks.unet import Unet
 from rectified_flow.runs.checkpoint import EARLY
 from rectified_flow.system.terminal import duration
+from rectified_flow.training.clock import LEAST_SHARE
 from rectified_flow.training.speed import Speed
 
 Starter = Literal["unsuited", "suited", "requested"]
@@ -27,8 +28,8 @@ FEW, AUGMENT = 16_000, 0.15  # 1,400 pictures need augmentation in long runs (sm
 MIN_TO_HOLD_OUT, HELD_OUT = 125, 30  # of 125 pictures, the 30 that a measurement needs are a quarter
 PASSES, AUGMENTED_PASSES = 400, 1000  # over 64 pictures of 16 px until 1% of the samples are copies (small_data.md)
 UNAUGMENTED_PASSES = 50  # no copies of 64 to 1,400 pictures without augmentation (small_data.md)
-# images; a network learns too little in a shorter run on any number of pictures: on pixels (small_data.md), and on
-# latents, where distances to photographs hardly fall in longer runs from the starter (docs/latents.md)
+# Smallest limit of the number of images, since a network learns too little in a shorter run on any number of pictures:
+# on pixels (small_data.md), and on latents, where distances to photographs hardly fall in longer runs (docs/latents.md)
 MIN_LIMIT = {False: 192_000, True: 22_000}
 MIN_IMAGES = 4_000  # the shortest measured run whose samples look like pictures had 4,800 images (budget.md)
 SIZES = {  # images from which a size and its --autoencoder give better pictures than the next entry
@@ -38,7 +39,7 @@ SIZES = {  # images from which a size and its --autoencoder give better pictures
     (32, ()): 0,
 }
 SPOILED = 14.0  # error above which an autoencoder spoils pictures (docs/latents.md)
-UNMEASURED = 1.5  # bound of the speed of a size: this multiple of a smaller one's, in proportion to the pixels
+MOST_FASTER = 1.5  # bound of the speed of a size: this multiple of a smaller one's, in proportion to the pixels
 MIN_SHARE_OF_SIDE = 0.75  # smallest ratio of the side of the pictures to the chosen size; a guess
 STARTER_DIMS = {False: 32, True: 48}  # --dim of the starters for pixels and for latents
 STARTER_SIDES = {"pixels": range(32, 2**14 + 1), "small": range(32)}  # where half of the weights or more fit
@@ -56,16 +57,15 @@ BY_METHOD: dict[Method, dict[str, Any]] = {
 MIN_BATCH, MIN_BATCH_OF_PATHS, MIN_BATCH_OF_LATENTS, MIN_BATCH_OF_GPU = 8, 16, 32, 32  # budget.md; GPU: a guess
 MAX_BATCH, MIN_STEPS = 256, 7000  # a larger batch needs at least so many steps (budget.md, "Batch size")
 BF16_GAIN = 1.1  # speed of bf16 on a CPU above which bf16 is chosen; measured gains are 1.3 or none (budget.md)
-SHORTER = "pass a smaller --image_size, or a longer --budget"
-LONGER = "add pictures, or pass --train_num_steps in place of --budget, to train for longer"
+TOO_SLOW = "pass a smaller --image_size, or a longer --budget"
+TOO_FEW_PICTURES = "add pictures, or pass --train_num_steps in place of --budget, to train for longer"
 FEWEST_STEPS = 10  # no setting makes fewer steps useful
 EMA_SHARE = 0.05  # time constant of the average of the weights, as a share of the steps (budget.md, first table)
 MAX_EMA_DECAY = 0.99999  # 1 would keep the initial weights
-TRAINED_SHARE = 0.9  # of the time, which previews and checkpoints share: 11.8 to 12.3 of 12 minutes (budget.md)
-LEAST_SHARE = 1 / 4  # of the time, for training, even if starting and reading took longer than the rest
+TRAINED_SHARE = 0.9  # of the time, for steps; the rest is for previews and checkpoints (budget.md)
 SAMPLES_SHARE = {"distill": 1 / 4, "reflow": 1 / 3}  # of the time, at most, for the data of a teacher (budget.md)
 FORWARD_SHARE = 0.35  # of a training step (benchmarks/step_parts.py of commit 2f9616d)
-MEMORY_SHARE = 0.8  # of the free memory, which libraries, previews and copies for checkpoints share
+MEMORY_SHARE = 0.8  # of the free memory, for a step; the rest is for libraries, previews and copies for checkpoints
 PREVIEW_SECONDS, PREVIEW_SHARE, LOG_SECONDS = 120.0, 0.05, 5.0  # between previews; their share; between log lines
 PREVIEWS = (64, 36, 16, 9, 4)  # samples in a preview
 PREVIEW_CALLS: dict[Method, int] = {"rectified": 16, "reflow": 16, "mean_flow": 1, "distill": 1}  # for each sample
@@ -131,7 +131,7 @@ class Facts:
     @property
     def remedy(self) -> str:
         """What to do if too few images fit into the time; latents of a smaller size are not processed faster."""
-        return "pass a longer --budget" if self.latents and "image_size" not in self.fixed else SHORTER
+        return "pass a longer --budget" if self.latents and "image_size" not in self.fixed else TOO_SLOW
 
 
 class Trial(NamedTuple):
@@ -163,7 +163,7 @@ class Plan(NamedTuple):
 
 
 def seconds_left(budget: str, spent: float) -> float:
-    """Return the time that is left for training [s], at least a part of the budget: other runs would be of no use."""
+    """Return the time that is left for training [s], at least a part of the budget: a shorter run would be useless."""
     return max(seconds_of(budget) - spent, LEAST_SHARE * seconds_of(budget))
 
 
@@ -173,7 +173,7 @@ def plan(facts: Facts, measure: Measure) -> Plan:
     width, why_network = _choose_width(facts, measure)
     trial = Trial(width, _choose_batch(facts, 0, facts.samples), _choose_precision(facts, measure, width))
     speed = measure(trial)
-    if not _parts(facts, trial, speed):
+    if not _micro_batches(facts, trial, speed):
         problem = f"a step of {trial.batch:,} images does not fit into the memory (about {speed.memory / 1e9:.1f} GB)"
         raise UsageError(f"{problem}: lower --image_size or --batch_size")
     samples, seconds = _choose_samples(facts, speed)
@@ -181,7 +181,7 @@ def plan(facts: Facts, measure: Measure) -> Plan:
     if not facts.calls and fitting > UNAUGMENTED_PASSES * facts.pictures:
         trial = trial._replace(augment=facts.augment)
     larger = trial._replace(batch=_choose_batch(facts, min(fitting, facts.limit), samples))
-    trial = larger if _parts(facts, larger, measure(larger)) else trial
+    trial = larger if _micro_batches(facts, larger, measure(larger)) else trial
     speed = measure(trial)
     fitting = TRAINED_SHARE * seconds * speed.rate
     steps, step = int(min(fitting, facts.limit) / trial.batch), trial.batch / speed.rate
@@ -192,7 +192,7 @@ def plan(facts: Facts, measure: Measure) -> Plan:
     settings |= {"train_num_steps": steps, "num_epochs": None, "lr_warmup_steps": max(10, steps // 50)}
     settings |= {"ema_decay": min(round(1 - 1 / max(10.0, EMA_SHARE * steps), 5), MAX_EMA_DECAY)}
     settings |= {"teacher_samples": samples} if facts.calls else {}
-    parts = _parts(facts, trial, speed)
+    parts = _micro_batches(facts, trial, speed)
     settings |= {"batch_size": trial.batch // (facts.processes * parts)} if parts > 1 else {}
     speed = speed._replace(memory=speed.memory / parts)
     reasons = _reasons(facts, settings, speed, why_network, trial.batch, fitting)
@@ -223,7 +223,7 @@ def choose_size(
         # Steps of a large size take long on a busy machine, so the speed of a smaller size rules it out.
         smaller = max((each for each, kind in SIZES if each < size and kind == autoencoder), default=None)
         if smaller is not None:
-            most = UNMEASURED * rate_of(smaller, autoencoder) * (smaller / size) ** 2
+            most = MOST_FASTER * rate_of(smaller, autoencoder) * (smaller / size) ** 2
             if TRAINED_SHARE * seconds * most < min_images:
                 continue
         augment = for_pictures(pictures, augmentable=not autoencoder).get("augment", 0.0)
@@ -317,7 +317,7 @@ def _choose_width(facts: Facts, measure: Measure) -> tuple[int | None, str]:
     for width in wider:
         trial = Trial(width, _choose_batch(facts, 0, facts.samples), _choose_precision(facts, measure, width))
         speed = measure(trial)
-        if not _parts(facts, trial, speed):
+        if not _micro_batches(facts, trial, speed):
             return chosen, f"a step with the width {width} does not fit into the memory"
         images, enough = min(TRAINED_SHARE * facts.seconds * speed.rate, facts.limit), max(needed, widths[width])
         if images < enough:
@@ -326,7 +326,7 @@ def _choose_width(facts: Facts, measure: Measure) -> tuple[int | None, str]:
     return chosen, "the largest size"
 
 
-def _parts(facts: Facts, trial: Trial, speed: Speed) -> int:
+def _micro_batches(facts: Facts, trial: Trial, speed: Speed) -> int:
     """Return the least number of parts of the batch with which a step fits into the memory; 0 if none does."""
     most = 1 if facts.batch else trial.batch // facts.processes
     fitting = (each for each in range(1, most + 1) if trial.batch % (each * facts.processes) == 0)
@@ -378,7 +378,7 @@ def _reasons(
         return " ".join(command_line({name: settings[name] for name in chosen}))
 
     images, samples = settings["train_num_steps"] * batch, settings.get("teacher_samples", 0)
-    parts = _parts_of_time(facts, images, 0 if facts.drawn is not None else samples, speed)
+    parts = _uses_of_time(facts, images, 0 if facts.drawn is not None else samples, speed)
     why = _why_so_long(facts, images, facts.seconds - sum(parts.values()) + facts.spent, fitting)
     network = words("dim", "dim_mults", "network", "init_from")
     rates = words("optimizer", "learning_rate", "lr_decay", "lr_warmup_steps", "ema_decay", "augment")
@@ -398,7 +398,7 @@ def _reasons(
     return {topic: text for topic, text in texts.items() if text}
 
 
-def _parts_of_time(facts: Facts, images: int, samples: int, speed: Speed) -> dict[str, float]:
+def _uses_of_time(facts: Facts, images: int, samples: int, speed: Speed) -> dict[str, float]:
     """Return the parts of the time of a run by name [s]; a teacher draws so many samples before the training."""
     trained = images / speed.rate
     return {
@@ -410,11 +410,11 @@ def _parts_of_time(facts: Facts, images: int, samples: int, speed: Speed) -> dic
 
 
 def _why_so_long(facts: Facts, images: int, left: float, fitting: float) -> str:
-    """Return the reason for the number of images of a run that ends so many seconds before its time."""
+    """Explain the planned number of images; ``left`` is the time that the run leaves unused [s]."""
     passes, is_limited = passes_of(facts.augment), fitting > 1.01 * facts.limit
     if not facts.calls and images > 1.01 * passes * facts.pictures:
         done = images / facts.pictures
         reason = f"{done:,.0f} passes; after {passes:,}, samples become copies of the pictures"
     else:
         reason = "since longer runs memorise the pictures" if is_limited else "as many as fit into the time"
-    return f"{reason}; the run ends {duration(left)} before its time: {LONGER}" if is_limited else reason
+    return f"{reason}; the run ends {duration(left)} before its time: {TOO_FEW_PICTURES}" if is_limited else reason

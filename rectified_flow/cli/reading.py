@@ -14,7 +14,7 @@ from rectified_flow.cli.training_flags import DataConfig
 from rectified_flow.data.framing import Crop
 from rectified_flow.data.sources import ImageSource, Row
 from rectified_flow.data.store_writer import is_stored
-from rectified_flow.data.survey import survey
+from rectified_flow.data.survey import spread, survey
 from rectified_flow.distributed import on_main
 from rectified_flow.system.machine import processors
 from rectified_flow.system.terminal import duration, line
@@ -28,7 +28,7 @@ def sides_of(source: ImageSource, crop: Crop) -> list[int]:
 
     def read() -> list[int]:
         sides = list[int]()
-        for number in range(0, len(source), len(source) // 200 + 1):  # of at most 200 pictures
+        for number in spread(range(len(source)), 200):
             with suppress(Exception):  # a broken picture is reported when it is decoded
                 sides.append((max if crop == "none" else min)(source.size_of(number)))
         return sides
@@ -47,7 +47,7 @@ def round_trip_error(source: ImageSource, data: DataConfig) -> float:
 
     def measure() -> float:
         numbers = source.numbers_without(data.exclude, data.max_train_samples)
-        some, rows = numbers[:: 1 + (len(numbers) - 1) // TRIED], list[Row]()
+        some, rows = spread(numbers, TRIED), list[Row]()
         how = source.rows(replace(data.framing, resize=data.resize or survey(source, data.framing, some).resize))
         for number in some:
             with suppress(Exception):  # a broken picture is reported when it is decoded
@@ -63,7 +63,7 @@ def round_trip_error(source: ImageSource, data: DataConfig) -> float:
 
 
 def encoding_time(data: DataConfig) -> float:
-    """Return the time in which this process makes what a store keeps of a picture, and of its mirror image [s]."""
+    """Return the time to encode a picture, and its mirror image, for the store [s]."""
     medium = build_space(data).medium
     medium.prepare(torch.device("cpu"))
     pictures = torch.zeros(TRIED // 2, *data.framing.shape, dtype=torch.uint8)
@@ -85,7 +85,7 @@ def readable(source: ImageSource, data: DataConfig, seconds: float) -> dict[str,
     def picture_time() -> float:
         if is_stored(source, framing, data.cache_dir, exclude=data.exclude):
             return 0.0
-        rows, some = source.rows(framing), numbers[:: 1 + (len(numbers) - 1) // TRIED]
+        rows, some = source.rows(framing), spread(numbers, TRIED)
 
         def decode(number: int) -> None:
             with suppress(Exception):  # a broken picture is reported when all are decoded

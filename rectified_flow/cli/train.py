@@ -1,4 +1,4 @@
-"""The training program: settle the settings, open the data, build the flow, train."""
+"""The training program: resolve the settings, open the data, build the flow, train."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -34,7 +34,6 @@ from rectified_flow.runs.training_config import TrainingConfig
 from rectified_flow.spaces.space import with_augmentation
 from rectified_flow.system.terminal import line, paragraph
 from rectified_flow.training.clock import Clock
-from rectified_flow.training.sheet import DataSheetHook
 from rectified_flow.training.speed import summarize
 from rectified_flow.training.trainer import Trainer, build_accelerator, choose_precision
 
@@ -47,13 +46,13 @@ def train(settings: Settings[TrainConfig]) -> bool:
     program = settings.values.program
     if not program.one_step or program.dry_run:
         return train_run(settings)
-    own, budget = settings.layers.get("given", {}), program.budget or facts.DEFAULT_BUDGET
-    second = one_step_of(settings.values.run, own, budget, spent=0.0)
+    given, budget = settings.layers.get("given", {}), program.budget or facts.DEFAULT_BUDGET
+    second = one_step_of(settings.values.run, given, budget, spent=0.0)
     distilled, run = distillation_of(second.values), second.values.run
     on_main(join(settings.values), lambda: check_one_step(run, second.values.method, distilled))
     if not train_run(settings):
         return False
-    second = one_step_of(settings.values.run, own, budget, spent=facts.seconds_since(settings.began))
+    second = one_step_of(settings.values.run, given, budget, spent=facts.seconds_since(settings.began))
     AcceleratorState._reset_state()  # the run may have another precision
     return train_run(second)
 
@@ -87,14 +86,14 @@ def train_run(settings: Settings[TrainConfig]) -> bool:
 
     # Settings that the flags leave open are taken from the folders of the run, of its teacher and of the data.
     settings, has_begun = with_record(settings)
-    distilled, has_own_data = distillation_of(settings.values), settings.values.has_own_data
-    asked = facts.budget_of(program, is_own=has_own_data, has_length="train_num_steps" in settings.fixed)
-    budget, is_new = None if has_begun else asked, not has_begun and distilled is None
-    settings = settings.resolving(flags_of_files(settings.values.data, may_choose=is_new))
+    distilled, has_length = distillation_of(settings.values), "train_num_steps" in settings.fixed
+    asked = facts.budget_of(program) if settings.values.is_planned and not has_length else None
+    budget, chooses_data = None if has_begun else asked, not has_begun and distilled is None
+    settings = settings.resolving(flags_of_files(settings.values.data, may_choose=chooses_data))
     data, found = find_data(settings.values.data, settings.values.source, settings.values.columns)
     if not isinstance(data, PictureData):
         check_items(settings.given, data.name)
-    elif is_new:
+    elif chooses_data:
         settings, notes = with_pictures(settings, data, found, budget)
         data, found = find_data(settings.values.data, settings.values.source, settings.values.columns)
         found.notes = [*found.notes, *notes]
@@ -122,13 +121,13 @@ def train_run(settings: Settings[TrainConfig]) -> bool:
     elif data.has_pictures or program.dry_run:
         settings, clock = with_plan(settings, budget, opened.count, opened.conditions, opened.space)
     check_sides(settings.values.network, settings.values.data, opened.space)
-    return train_settled(settings.values, opened, distilled, clock, has_begun=has_begun)
+    return train_on(settings.values, opened, distilled, clock, has_begun=has_begun)
 
 
-def train_settled(
+def train_on(
     values: TrainConfig, data: OpenData, distilled: DistillationData | None, clock: Clock | None, *, has_begun: bool
 ) -> bool:
-    """Train by final flags on open data, or print the size of the run; return whether it finished.
+    """Train on open data by final flags, or print the size of the run; return whether it finished.
 
     Args:
         values: the flags.
@@ -144,7 +143,7 @@ def train_settled(
     if data.description.has_pictures:
         mirrored = values.data.horizontal_flip and distilled is None
         words = sentences(data.items, flow.conditions, mirrored=mirrored, augment=values.data.augment)
-        pictures = data.training_items if distilled is None else None
+        pictures = data.divide(data.items)[0] if distilled is None else None
     state.print(paragraph("pictures" if data.description.has_pictures else "items", words))
     if note := warm_up_note(run):
         state.print(line("warm-up", note))
@@ -166,8 +165,8 @@ def train_settled(
         holdout = values.data.holdout, values.data.data_seed or 0
         rows = open_distilled(distilled, data.items, data.space, holdout, choose_precision(run, state.device))
         data, words = replace(data, rows=rows), [f"{len(rows):,} {rows.info.source}"]
-    training, held_out = data.divided_rows
-    callbacks = [DataSheetHook(words, pictures), *build_callbacks(run, values.evaluation, flow, data, pictures)]
+    callbacks = build_callbacks(run, values.evaluation, flow, data, words, pictures)
+    training, held_out = data.divide(data.rows)
     texts_of = data.items if distilled is not None else held_out  # distillation data have no texts for previews
     return Trainer(flow, training, run, callbacks=callbacks, preview_data=texts_of, clock=clock, **records).train()
 

@@ -312,9 +312,11 @@ class TrainConfig:
         return self.flow.method or "rectified"
 
     @property
-    def has_own_data(self) -> bool:
-        """Whether the data are a folder of the user's, or those of a teacher: such runs have a budget by default."""
-        return self.data.dataset_path is not None or self.teacher.teacher is not None
+    def is_planned(self) -> bool:
+        """Whether the program chooses flags that are not given: for data of the user's or of a teacher, or a time."""
+        has_own_data = self.data.dataset_path is not None or self.teacher.teacher is not None
+        is_timed = self.program.budget is not None or self.program.one_step
+        return (has_own_data or is_timed) and self.program.config is None
 
 
 @dataclass(frozen=True)

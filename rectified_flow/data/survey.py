@@ -60,6 +60,11 @@ class Survey:
         return "nearest" if votes and sum(votes) >= AGREEING * len(votes) else "lanczos"
 
 
+def spread(numbers: Sequence[int], most: int) -> Sequence[int]:
+    """Return at most ``most`` of some numbers, spread over all of them."""
+    return numbers[:: max(1, -(-len(numbers) // most))]
+
+
 def survey(source: ImageSource, framing: Framing, numbers: Sequence[int]) -> Survey:
     """Return the facts about some of the pictures with these numbers; a broken one is reported when all are decoded."""
 
@@ -68,7 +73,7 @@ def survey(source: ImageSource, framing: Framing, numbers: Sequence[int]) -> Sur
             return facts_of(source.load(number)[0], framing)
         return None
 
-    some = numbers[:: 1 + (len(numbers) - 1) // SURVEYED]
+    some = spread(numbers, SURVEYED)
     with ThreadPoolExecutor(processors()) as pool:  # the decoder releases the GIL
         return Survey([facts for facts in pool.map(examine, some) if facts is not None])
 

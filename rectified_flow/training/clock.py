@@ -82,6 +82,8 @@ class ClockFile:
 
     seconds: Seconds
     """The time that the run was given [s]."""
+    asked: Seconds
+    """The time that was asked for [s], which is less if the preparation took nearly all of it."""
     used: Seconds
     """The part of the time that had passed when the file was written [s]."""
     planned: Natural
@@ -98,6 +100,8 @@ class Clock:
 
     Args:
         seconds: the time that the run is given, from ``began`` to its last file [s].
+        asked: the time that was asked for, by which a run that resumes knows whether it is given another time [s];
+            ``seconds`` if not given.
         most_steps: largest number of steps, for example since a longer run would memorise its data.
         used: time that the run used before it was resumed [s].
         began: when the run began, by :func:`time.monotonic`; now if not given.
@@ -109,11 +113,13 @@ class Clock:
         seconds: float,
         most_steps: int | None = None,
         *,
+        asked: float | None = None,
         used: float = 0.0,
         began: float | None = None,
         changes: Sequence[Change] = (),
     ) -> None:
         self.seconds, self.most_steps, self.changes = seconds, most_steps, tuple(changes)
+        self.asked = seconds if asked is None else asked
         self._began = (time.monotonic() if began is None else began) - used
         self._done: list[_Step] = []
         self._longest = 0.0
@@ -127,15 +133,16 @@ class Clock:
 
         Args:
             folder: the folder of the run.
-            seconds: the time that is asked for. If it is not the recorded one, it begins anew.
+            seconds: the time that is asked for. If it is not the one that was asked for before, it begins anew.
             began: when this part of the run began, by :func:`time.monotonic`; now if not given.
         """
         try:
             file = read_document(folder / CLOCK_FILE, ClockFile)
         except DamageError:
             return None if seconds is None else cls(seconds, began=began)
-        used = file.used if seconds in (None, file.seconds) else 0.0
-        return cls(seconds or file.seconds, file.most_steps, used=used, began=began, changes=file.changes)
+        if seconds not in (None, file.asked):
+            return cls(seconds, file.most_steps, began=began, changes=file.changes)
+        return cls(file.seconds, file.most_steps, asked=file.asked, used=file.used, began=began, changes=file.changes)
 
     @property
     def elapsed(self) -> float:
@@ -148,7 +155,7 @@ class Clock:
 
     def write(self, folder: Path, planned: int, *, durable: bool = True) -> None:
         """Write ``clock.json`` into the folder of the run. Call in one process only."""
-        file = ClockFile(self.seconds, round(self.elapsed, 1), planned, self.most_steps, list(self.changes))
+        file = ClockFile(self.seconds, self.asked, round(self.elapsed, 1), planned, self.most_steps, list(self.changes))
         write_output(folder / CLOCK_FILE, json.dumps(asdict(file), indent=1), durable=durable)
 
     def tick(self, step: int, total: int) -> bool:

@@ -45,7 +45,7 @@ def recipe_of(words: str, source: Sizes) -> TrainConfig:
 def budget_of(words: str) -> str | None:
     settings = read_settings(TrainConfig, "", words.split())
     values, has_length = settings.values, "train_num_steps" in settings.fixed
-    return facts.budget_of(values.program, is_own=values.has_own_data, has_length=has_length)
+    return facts.budget_of(values.program) if values.is_planned and not has_length else None
 
 
 @pytest.mark.parametrize(

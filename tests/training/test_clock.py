@@ -114,7 +114,7 @@ def test_a_pause_of_the_machine_does_not_count(machine: Machine) -> None:
 
 
 def test_a_resumed_run_has_the_rest_of_its_time(tmp_path: Path, machine: Machine) -> None:
-    clock = Clock(1000, 700, began=100, changes=[(3, 9)])
+    clock = Clock(1000, 700, asked=900, began=100, changes=[(3, 9)])
     machine.work(250)
     clock.write(tmp_path, 8)
     machine.sleep(86400)
@@ -122,9 +122,9 @@ def test_a_resumed_run_has_the_rest_of_its_time(tmp_path: Path, machine: Machine
     assert resumed is not None
     assert (resumed.elapsed, resumed.seconds, resumed.most_steps) == (250, 1000, 700)
     assert resumed.pace(8) == Pace(8, ((3, 9),))
-    same, other = (Clock.resumed(tmp_path, seconds=seconds) or Clock(1) for seconds in (1000, 500))
-    assert same.elapsed == 250, "the same command"
-    assert (other.elapsed, other.changes) == (0, ((3, 9),)), "another time begins anew"
+    same, other = (Clock.resumed(tmp_path, seconds=seconds) or Clock(1) for seconds in (900, 1000))
+    assert (same.elapsed, same.seconds) == (250, 1000), "the same command"
+    assert (other.elapsed, other.seconds, other.changes) == (0, 1000, ((3, 9),)), "another time begins anew"
     assert Clock.resumed(tmp_path / "none") is None
 
 
