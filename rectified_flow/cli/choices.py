@@ -24,7 +24,7 @@ from rectified_flow.data.sources import ImageSource
 from rectified_flow.data.sources.folder import FileFolder
 from rectified_flow.data.sources.huggingface import HuggingFaceSource
 from rectified_flow.distributed import on_main
-from rectified_flow.flags import rules_of
+from rectified_flow.flags import refuse, rules_of
 from rectified_flow.networks.unet import Unet
 from rectified_flow.parts import name_of
 from rectified_flow.spaces.space import Space, with_augmentation
@@ -44,6 +44,9 @@ def with_pictures(
         source: the pictures.
         budget: the time of the run in words, or None.
     """
+    excluded = settings.values.data.exclude
+    is_empty = bool(excluded) and not source.numbers_without(excluded, None)
+    refuse({"exclude": is_empty}, f"leaves no picture of {source.name}: name fewer pictures")
     if settings.values.is_planned:
         settings = with_recipe(settings, source, budget)
     values, columns = settings.values, settings.values.columns.condition_on

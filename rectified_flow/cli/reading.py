@@ -83,7 +83,7 @@ def readable(source: ImageSource, data: DataConfig, seconds: float) -> dict[str,
     framing, numbers = data.framing, source.numbers_without(data.exclude, data.max_train_samples)
 
     def picture_time() -> float:
-        if is_stored(source, framing, data.cache_dir, exclude=data.exclude):
+        if not numbers or is_stored(source, framing, data.cache_dir, exclude=data.exclude):
             return 0.0
         rows, some = source.rows(framing), spread(numbers, TRIED)
 
@@ -97,7 +97,7 @@ def readable(source: ImageSource, data: DataConfig, seconds: float) -> dict[str,
         return (time.monotonic() - began) / len(some) + encoding_time(data)
 
     each, room = on_main(PartialState(), picture_time), READING_SHARE * seconds
-    if not numbers or each * len(numbers) <= room:
+    if each * len(numbers) <= room:
         return {}
     count = max(1, int(room / each))
     whole = duration(each * len(numbers))

@@ -80,6 +80,12 @@ def test_frames_that_are_too_alike_to_hold_any_out(tmp_path: Path) -> None:
         assert_refused("train_oxford.py", 1, f"{flags} {asked} --output_dir {tmp_path}/other", named)
 
 
+def test_pictures_that_are_all_excluded_are_a_sentence(pictures: Path, tmp_path: Path) -> None:
+    names = " ".join(str(each.relative_to(pictures)) for each in pictures.rglob("*.png"))
+    sentence = f"--exclude leaves no picture of {pictures.name}: name fewer pictures"
+    assert_refused("train_oxford.py", 1, f"--dataset_path {pictures} --exclude {names} --budget 1m", sentence)
+
+
 @pytest.mark.parametrize(
     ("flags", "every"),
     [
