@@ -36,7 +36,7 @@ from rectified_flow.flows.flow import Flow
 from rectified_flow.parts import name_of
 from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
-from rectified_flow.runs.folder import CLOCK_FILE, DATA_SHEET, check_start, describe_run, write_config
+from rectified_flow.runs.folder import CLOCK_FILE, DATA_SHEET, check_start, describe_run, prepare_folders, write_config
 from rectified_flow.runs.training_config import TrainingConfig
 from rectified_flow.spaces.space import Space, with_augmentation
 from rectified_flow.system.files import replace_file, writing
@@ -213,6 +213,7 @@ def train_settled(
     if distilled is not None:
         if not has_begun:  # a run that is killed while it generates the data keeps its plan
             document = describe_run(values.run, describe(flow), opened, **records)
+            on_main(state, lambda: prepare_folders(values.run))
             on_main(state, lambda: write_config(values.run.output_dir, document))
         holdout = values.data.holdout, values.data.data_seed or 0
         rows = open_distilled(distilled, opened, space, holdout, choose_precision(values.run, state.device))
@@ -269,7 +270,9 @@ def with_pictures(
     settings = settings.resolving(chosen)
     if budget is not None and {"max_train_samples", "paired"}.isdisjoint(settings.given):
         whole = seconds_of(budget) * (2 if values.program.one_step else 1)  # both runs need the pictures
-        settings = settings.with_layer("plan", facts.readable(source, settings.values.data, whole))
+        limited = facts.readable(source, settings.values.data, whole)
+        settings = settings.with_layer("plan", limited)
+        notes += ["the plan chose `limit`, as reading all pictures takes too much of the time"] if limited else []
     return settings, notes
 
 

@@ -81,6 +81,8 @@ class FieldFolder(FileFolder):
     ) -> None:
         super().__init__(path, **options)
         values, self.format, file_type = self._first_field(channels_last)
+        if len(self.files) == 1 and self.format.suffix == ".npy" and channels_last is None:
+            self._refuse_alone(values)
         self._types = self.format.dtype, file_type
         if self.format.suffix == ".npy" and not self.format.two_dimensional:
             channels_last = self.format.channels_last
@@ -123,6 +125,15 @@ class FieldFolder(FileFolder):
         measured = [*filter(field_files.is_measured, sampled)]
         arrays = sum(file.suffix.lower() == ".npy" for file in files)
         return arrays > len(pictures) or 2 * len(measured) > len(sampled), measured
+
+    def _refuse_alone(self, values: Array) -> None:
+        """Refuse the only array of the folder if it is more likely a stack of fields than one field ``[c, h, w]``."""
+        try:
+            field_files.refuse_stack(
+                np.moveaxis(values, 0, 2).shape if self.format.channels_last else values.shape, is_alone=True
+            )
+        except ValueError as error:
+            raise UsageError(f"{printable(self.files[0])} may be a stack ({error})") from error
 
     def _first_field(self, channels_last: bool | None) -> tuple[Array, FieldFormat, str]:
         """Return the first field that can be read."""

@@ -420,7 +420,7 @@ def test_a_folder_that_takes_long_to_list_is_named(
 def test_files_of_unknown_formats_are_named(tmp_path: Path) -> None:
     """A person takes them for pictures: a cache without suffixes, downloads, files of other programs."""
     picture(tmp_path / "a.png")
-    for name in ("b", "c.jpg_large", "d.pef", "e.pef", "labels.json", "notes.txt"):
+    for name in ("b", "c.jpg_large", "d.pef", "e.pef", "labels.yaml", "notes.txt"):
         (tmp_path / name).write_bytes(b"?")
-    kinds = "2 .pef, 1 without a suffix, 1 .jpg_large, 1 .json"
+    kinds = "2 .pef, 1 without a suffix, 1 .jpg_large, 1 .yaml"
     assert FileFolder(tmp_path).notes == [f"left out 5 files of unknown formats ({kinds}), such as b"]

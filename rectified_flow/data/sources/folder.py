@@ -16,8 +16,9 @@ from typing import Any, ClassVar
 from typing_extensions import override
 
 from rectified_flow.data.sources import ImageSource
-from rectified_flow.data.sources.kinds import COMPANIONS, OTHER_FORMATS, PICTURES, companions, without_repeats
-from rectified_flow.data.tables import TABLE_SUFFIXES, TEXT_SUFFIXES, read_metadata
+from rectified_flow.data.sources.kinds import CLOUD, COMPANIONS, OTHER_FORMATS, PICTURES, companions, without_repeats
+from rectified_flow.data.sources.name_notes import notes_on_names
+from rectified_flow.data.tables import TABLE_SUFFIXES, read_metadata
 from rectified_flow.errors import UsageError
 from rectified_flow.system.files import printable
 from rectified_flow.system.pictures import IMAGE_SUFFIXES, PLUGIN_HINT, content_of, open_picture
@@ -40,7 +41,7 @@ SAMPLED, BLOCK = 256, 4096
 """Largest number of files whose contents are part of the fingerprint of a folder, and size of a part [bytes]."""
 
 
-UNREMARKABLE = {*TABLE_SUFFIXES, *TEXT_SUFFIXES, ".jsonl", ".db", ".ini", ".md", ".htm", ".html", ".log", ".lock"}
+UNREMARKABLE = {*TABLE_SUFFIXES, ".db", ".ini", ".md", ".htm", ".html", ".log", ".lock"}
 """Suffixes of files beside pictures that are read, or that a person does not take for pictures."""
 SHOWN_SUFFIXES = 4  # number of unknown suffixes in a note, the most frequent first
 
@@ -70,7 +71,9 @@ class FileFolder(ImageSource):
         found = [file for file in everything if file.suffix.lower() in self.suffixes]
         others = [file for file in everything if file.suffix.lower() in self.other_suffixes]
         known = {*self.suffixes, *self.other_suffixes, *UNREMARKABLE}
-        self._note("hidden files, by-products of systems, or unreadable folders", left_out)
+        clouds = [file for file in left_out if file.suffix == CLOUD]
+        self._note("files that are not downloaded from iCloud", clouds)
+        self._note("hidden files, by-products of systems, or unreadable folders", [*({*left_out} - {*clouds})])
         self._note(f"files of other formats ({PLUGIN_HINT})", others)
         self._note_unknown([file for file in everything if file.suffix.lower() not in known])
         if not found:
@@ -83,10 +86,10 @@ class FileFolder(ImageSource):
         self._note_rest(root, sorted({*found} - {*files}))
         if root != path:
             self.notes.append(f"read the {self.kind} in {printable(root)}, whose subfolders, if any, are the classes")
-        suffixes = {*TABLE_SUFFIXES, *TEXT_SUFFIXES, ".jsonl"}
-        self._texts, self._root = [file for file in everything if file.suffix.lower() in suffixes], root
+        self._texts, self._root = [file for file in everything if file.suffix.lower() in TABLE_SUFFIXES], root
         self.fingerprint = files_fingerprint(path, self.files)
         self.class_names, self._labels = self._find_classes(root)
+        self.notes += notes_on_names([*map(self.name_of, range(len(self)))], self.kind)
 
     def _without_companions(self, files: list[Path]) -> list[Path]:
         """Return the files without those that belong to another, such as masks and copies, with a note on each kind."""
@@ -157,7 +160,7 @@ class FileFolder(ImageSource):
 
     @override
     def read_table(self) -> dict[str, list[Any]]:
-        return read_metadata(self._texts, self.files, self._root, self.notes)
+        return read_metadata(self._texts, self.files, self.path, self._root, self.notes)
 
     def _note(self, what: str, files: Sequence[Path]) -> None:
         """Add a note on files that are not read, if there are any."""
@@ -236,7 +239,8 @@ def find_files(folder: Path, left_out: list[Path] | None = None) -> list[Path]:
             warn_once(f"still listing the files of {folder}, now in {parent}: Ctrl-C stops it")
             silent_until = inf
         other += [Path(parent, name) for name in folders if is_byproduct(name)]
-        other += [path for name in names if is_byproduct(name) and is_image(path := Path(parent, name))]
+        hidden = (Path(parent, name) for name in names if is_byproduct(name))
+        other += [path for path in hidden if is_image(path) or path.suffix == CLOUD]
         kept = [name for name in folders if not is_byproduct(name)]
         folders[:] = sorted(kept, key=lambda name: (os.path.islink(os.path.join(parent, name)), name))
         files += [Path(parent, name) for name in names if not is_byproduct(name)]

@@ -12,7 +12,7 @@ from PIL import Image
 from typing_extensions import override
 
 from rectified_flow.data.sources import ImageSource
-from rectified_flow.data.sources.folder import files_fingerprint, find_files
+from rectified_flow.data.sources.folder import files_fingerprint, find_files, is_image
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.system.files import printable
 from rectified_flow.system.pictures import content_of, open_picture
@@ -243,8 +243,22 @@ def _hub_answers(dataset: str) -> bool:
 def find_dataset_file(folder: Path) -> Path | None:
     """Return a file that makes ``folder`` a dataset in one of the hub's layouts; None for a folder of image files."""
     saved = [folder / name for name in SAVED_TO_DISK if (folder / name).exists()]
-    tables = [file for file in find_files(folder) if file.suffix in TABLE_SUFFIXES]
+    files = find_files(folder)
+    tables = [file for file in files if file.suffix in TABLE_SUFFIXES]
+    if tables and any(map(is_image, files)) and all(map(_has_no_bytes, tables)):
+        tables = []  # tables about the pictures beside them
     return next(iter(saved + tables), None)
+
+
+def _has_no_bytes(table: Path) -> bool:
+    """Return whether a Parquet file has no column that may hold pictures."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    with suppress(pa.ArrowException, OSError):
+        may_hold = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_nested)
+        return not any(holds(field.type) for field in parquet.read_schema(table) for holds in may_hold)
+    return False
 
 
 def _true_names(dataset: str, class_names: list[str]) -> list[str]:
