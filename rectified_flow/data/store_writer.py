@@ -168,7 +168,7 @@ def fill(
         on_main(state, lambda: store.complete(**info()))
 
 
-STORE_VERSION, CHUNK = 7, 64  # version of the stored images, and number of images that are decoded at once
+STORE_VERSION, CHUNK = 8, 64  # version of the stored images, and number of images that are decoded at once
 
 
 def default_cache_dir() -> Path:

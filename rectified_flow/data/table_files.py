@@ -142,20 +142,30 @@ def _coco(document: Value) -> list[Row]:
     ]
 
 
+def _record(document: Value) -> list[Row]:
+    """Return an object as the only row."""
+    return [document] if isinstance(document, dict) else []
+
+
 def _inside(document: Value) -> list[Row]:
     """Return the objects of the longest list in an object."""
     lists = [each for each in document.values() if isinstance(each, list)] if isinstance(document, dict) else []
     return _list(max(lists, key=len, default=[]))
 
 
-RECORDS: tuple[Callable[[Value], list[Row]], ...] = (_list, _coco, _labels, _by_name, _inside)
+RECORDS: tuple[Callable[[Value], list[Row]], ...] = (_list, _coco, _labels, _by_name, _inside, _record)
 """Kinds of JSON files; each function returns the rows of its kind, and none of others."""
 
 
 def _naming_column(rows: Sequence[Mapping[str, Value]], names: PictureNames, folder: Path) -> str | None:
     """Return the column of some rows that names pictures."""
     columns = [*dict.fromkeys(column for row in rows for column in row)]
-    hits = {column: _named([str(row.get(column, "")) for row in rows], names, folder) for column in columns}
+    columns = [FILE_NAME] if FILE_NAME in columns else columns
+    hits = dict[str, float]()
+    for column in columns:
+        values = [row.get(column, "") for row in rows]
+        is_number = len(values) == 1 and not isinstance(values[0], str)  # any number may be that of a picture
+        hits[column] = 0 if is_number else _named([*map(str, values)], names, folder)
     best = max(hits, key=hits.__getitem__, default=None)
     return best if best is not None and hits[best] > 0 else None
 

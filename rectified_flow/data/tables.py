@@ -128,7 +128,7 @@ def _tables_among(everything: Sequence[Path], names: PictureNames, notes: list[s
         elif suffix not in TEXT_SUFFIXES:
             unread.append(path)
     remedy = f"columns for conditions are read from a metadata.csv with a column {FILE_NAME}"
-    for what, files in {"tables that name no picture": unread, "files beside pictures": beside}.items():
+    for what, files in {"tables that name none of the pictures": unread, "files beside pictures": beside}.items():
         counts = Counter(file.suffix.lower() for file in files)
         kinds = ", ".join(f"{count} {suffix}" for suffix, count in counts.items())
         notes += [f"left out {what} ({kinds}), such as {printable(file.name)}: {remedy}" for file in files[:1]]

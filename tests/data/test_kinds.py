@@ -153,6 +153,7 @@ GROUPS = {
     "copies with a watermark": ("a.jpg|a_wm.jpg|b.jpg|b_wm.jpg", "none, wm", "a.jpg|a_wm.jpg"),
     "views in front of the name": ("top_1.png|side_1.png|top_2.png|side_2.png", "side, top", "side_1.png|top_1.png"),
     "classes in front of the name": ("cat.0.jpg|cat.1.jpg|dog.0.jpg|dog.1.jpg", "cat, dog", "cat.0.jpg|dog.0.jpg"),
+    "serial numbers behind a word": ("IMG-WA1.jpg|IMG-WA2.jpg|IMG-WA3.jpg|v-page_1.jpg|v-page_2.jpg", "", ""),
     "one channel": ("A_C0.tif|B_C0.tif", "", ""),
     "numbers": ("c1.png|cat_2.png|cat_3.png|IMG_0001.jpg|IMG_0002.jpg", "", ""),
     "classes with equal names": ("cat/1_a.png|dog/1_a.png", "", ""),

@@ -90,6 +90,8 @@ CASES: dict[str, tuple[dict[str, str], dict[str, list[Any]]]] = {
     "a list of LLaVA": (
         {"llava.json": '[{"image": "IMG_0.JPG", "caption": "a hat"}]'}, {"caption": ["a hat", None, None, None]}
     ),
+    "an object of Eagle": ({"metadata.json": '{"name": "IMG_2", "star": 3}'}, {"star": [None, None, 3, None]}),
+    "lines in .json": ({"p.json": '{"id": "IMG_0", "n": 1}\n{"id": "x", "n": 2}'}, {"n": [1, None, None, None]}),
     "lines of JSON": (
         {"prompts.jsonl": '{"image": "img_1.jpg", "prompt": "a hat"}\n'}, {"prompt": [None, "a hat", None, None]}
     ),
@@ -143,10 +145,10 @@ def test_a_parquet_table_beside_pictures_has_their_columns(tmp_path: Path) -> No
 
 
 UNREAD = {
-    "labels.xlsx": "left out tables that name no picture (1 .xlsx), such as labels.xlsx: columns for",
-    "log.csv": "left out tables that name no picture (1 .csv), such as log.csv: columns for",
-    "other.json": "left out tables that name no picture (1 .json), such as other.json: columns for",
-    "deep.json": "left out tables that name no picture (1 .json), such as deep.json: columns for",
+    "labels.xlsx": "left out tables that name none of the pictures (1 .xlsx), such as labels.xlsx: columns for",
+    "log.csv": "left out tables that name none of the pictures (1 .csv), such as log.csv: columns for",
+    "other.json": "left out tables that name none of the pictures (1 .json), such as other.json: columns for",
+    "deep.json": "left out tables that name none of the pictures (1 .json), such as deep.json: columns for",
     "IMG_0.JPG.json": "left out files beside pictures (1 .json), such as IMG_0.JPG.json: columns for",
     "metadata.csv": "columns for conditions are not read: ",
 }

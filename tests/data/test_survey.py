@@ -117,6 +117,26 @@ def test_transparent_pictures_are_named_and_not_trained_on_alone(alpha: bool, tm
     assert dataset.info.notes.count("2 pictures are wholly transparent, such as 0.png") == 1
 
 
+def test_what_is_left_out_and_why_is_said(tmp_path: Path) -> None:
+    for number in range(6):
+        save(tmp_path / "pics", f"{number}.png", noise(8, 8, 3))
+    source = FileFolder(tmp_path / "pics")
+    notes = dict[tuple[int, int | None], list[str]]()
+    for excluded, limit in ((0, None), (2, None), (0, 4), (2, 3), (2, 4)):
+        exclude = [f"{number}.png" for number in range(excluded)]
+        path = open_store(source, Framing(8, 8), cache_dir=tmp_path / "cache", exclude=exclude, limit=limit)
+        notes[excluded, limit] = [
+            note for note in ImageDataset(path).info.notes if "exclude" in note or "limit" in note
+        ]
+    assert notes == {
+        (0, None): [],
+        (2, None): ["left out 2 images by `exclude`"],
+        (0, 4): ["read 4 of 6 images, spread over all: their `limit` is 4"],
+        (2, 3): ["left out 2 images by `exclude`", "read 3 of 4 images, spread over all: their `limit` is 3"],
+        (2, 4): ["left out 2 images by `exclude`"],
+    }
+
+
 def test_alpha_with_another_meaning_is_said(tmp_path: Path) -> None:
     for name, alpha in (("gloss", noise(8, 8, 1, most=120) + 40), ("icon", np.zeros((8, 8, 1), np.uint8))):
         alpha[2:4] = 255

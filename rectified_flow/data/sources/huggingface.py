@@ -115,7 +115,8 @@ class HuggingFaceSource(ImageSource):
 
     @override
     def column_names(self) -> list[str]:
-        return [*self._rows.remove_columns(_columns(self._rows, "Image")).features]
+        columns = self._rows.remove_columns(_columns(self._rows, "Image")).features
+        return [name for name in columns if name != self._label_column]  # which has the classes
 
     @cached_property
     def _image_column(self) -> str:

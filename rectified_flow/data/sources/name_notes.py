@@ -6,7 +6,8 @@ from collections.abc import Collection, Iterator, Sequence
 
 from rectified_flow.data.sources.kinds import DOUBTFUL_FOLDERS, DOUBTFUL_NAMES
 
-FEW = 0.25  # largest share of pictures with a doubtful name: if there are more, the folder is about them
+FEW, MOST = 1 / 3, 2 / 3
+"""Largest shares of pictures with a doubtful name, and in doubtful folders: if there are more, they are meant."""
 GROUPED = 0.5  # least share of files in groups
 MOST_ENDS, MOST_BEGINNINGS, MOST_NAMED = 12, 200, 4
 """Largest numbers of different ends and beginnings of names, which may be classes, and of those in a sentence."""
@@ -32,13 +33,13 @@ def _doubtful(names: Sequence[str], kind: str) -> Iterator[str]:
     for name in names:
         folder, _, file = name.rpartition("/")
         if folder not in of_folder:
-            words = (word.lower().strip("_.-[]() ") for word in folder.split("/"))
+            words = (word.lower().strip("_.-[]() ") for word in reversed(folder.split("/")))
             of_folder[folder] = next((DOUBTFUL_FOLDERS[word] for word in words if word in DOUBTFUL_FOLDERS), None)
         noun = of_folder[folder] or next((noun for noun, pattern in patterns.items() if pattern.search(file)), None)
         if noun is not None:
             found[noun].append(name)
     for noun, some in found.items():
-        if len(some) <= (FEW * len(names) if noun in patterns else len(names) - 1):
+        if len(some) <= (FEW if noun in patterns else MOST) * len(names):
             yield f"read {len(some)} {kind} with the names of {noun}, such as {some[0]}: `exclude` leaves files out"
 
 
@@ -51,12 +52,17 @@ def group_note(names: Collection[str]) -> str | None:
             found = pattern.fullmatch(stem)
             rest = stem if found is None else f"{found['before']}\0{found['after']}".strip("-_. \0")
             groups[rest][f"{found['part'] if found else ''}.{suffix.lower()}"] = name
-        whole = [group for group in groups.values() if len(group) > 1]
+        whole = [group for group in groups.values() if len(group) > 1 and (pattern is CHANNEL or _has_words(group))]
         parts = sorted({part for group in whole for part in group})
         are_several = len(whole) > 1 or any(len(group) > 2 or pattern is CHANNEL for group in whole)
         if are_several and len(parts) <= most and sum(map(len, whole)) >= GROUPED * len(names):
             return _note_on(parts, sorted(whole[0].values()))
     return None
+
+
+def _has_words(parts: Collection[str]) -> bool:
+    """Return whether parts of names differ in more than serial numbers."""
+    return len({re.sub(r"\d+", "", part) for part in parts}) > 1
 
 
 def _note_on(parts: Sequence[str], example: Sequence[str]) -> str:
