@@ -115,7 +115,7 @@ def train_run(settings: Settings[TrainConfig]) -> bool:
     elif not has_begun and distilled is None:
         settings, notes = with_pictures(settings, data, found, budget)
         values = settings.values
-        data, found = find_data(values.data, values.source, values.columns)
+        data, found = find_data(values.data, values.source, values.columns, found)
         found.notes = [*found.notes, *notes]
 
     # All checks that need no data precede the decoding of the pictures, which can take hours.

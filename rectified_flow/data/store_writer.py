@@ -268,13 +268,14 @@ def _build(
                     broken.append(source.place_of(index))
                     continue
                 (row, size, remarks), label = decoded
-                rows.add(row)
+                name, content = source.name_of(index), blake2b(row.tobytes(), digest_size=16).digest()
+                is_repeated = content in contents
+                rows.add(row, is_repeated=is_repeated)
                 for remark in remarks:
-                    remarked[remark].append(source.name_of(index))
+                    remarked[remark].append(name)
                 written.append(row)
-                kept.append((Original(source.name_of(index), *size), label))
-                content = blake2b(row.tobytes(), digest_size=16).digest()
-                equal += [kept[-1][0].name] * (content in contents)
+                kept.append((Original(name, *size), label))
+                equal += [name] * is_repeated
                 contents.add(content)
             if written:
                 images = {"images": np.stack(written)}

@@ -49,12 +49,14 @@ def read_metadata(
     A sentence on rows and texts that are left out is added to ``notes`` unless it is there.
 
     Args:
-        everything: all files of the folder.
+        everything: the files of the folder that may be tables or texts.
         files: the pictures.
         folder: the folder of the dataset.
         root: the folder whose subfolders are classes.
         notes: sentences for the user.
     """
+    if not everything:
+        return {}
     names, columns, said = PictureNames(files, (folder, root)), Columns(), list[str]()
     known = [file for file in everything if file.name in METADATA_FILES]
     known = [each for each in known if each.is_relative_to(root) or root.is_relative_to(each.parent)]

@@ -10,8 +10,9 @@ from typing_extensions import override
 
 from rectified_flow.data.framing import Framing
 from rectified_flow.data.sources import Fitted, PictureRows, Row
-from rectified_flow.data.sources.folder import FileFolder, is_image
+from rectified_flow.data.sources.folder import FileFolder
 from rectified_flow.data.sources.kinds import OTHER_FORMATS
+from rectified_flow.data.sources.listing import is_image
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.measurements import files as field_files
 from rectified_flow.measurements.files import FIELD_SUFFIXES, Array, FieldFormat, StoreBits, fit_field
@@ -43,7 +44,7 @@ class FieldRows(PictureRows):
         return Fitted(row, (image.shape[2], image.shape[1]))
 
     @override
-    def add(self, row: Row) -> None:
+    def add(self, row: Row, *, is_repeated: bool = False) -> None:
         self.has_missing |= bool(np.isnan(row).any())
         self.low = np.fmin(self.low, np.fmin.reduce(row, axis=(1, 2)))  # leaves out NaN
         self.high = np.fmax(self.high, np.fmax.reduce(row, axis=(1, 2)))

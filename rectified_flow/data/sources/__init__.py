@@ -65,9 +65,9 @@ class PictureRows:
         planes = np.asarray(row)[None] if framing.grey else np.asarray(row).transpose(2, 0, 1)
         return Fitted(planes, size, tuple(text for text, applies in remarks.items() if applies))
 
-    def add(self, row: Row) -> None:
-        """Take note of a row that is written."""
-        self.census.add(row)
+    def add(self, row: Row, *, is_repeated: bool = False) -> None:
+        """Take note of a row that is written, which may be equal to an earlier one."""
+        self.census.add(row, is_repeated=is_repeated)
 
     def notes(self, names: Sequence[str]) -> list[str]:
         """Return sentences about the rows that were written, whose images have these names in their source."""
