@@ -56,7 +56,9 @@ def with_pictures(
     settings = settings.resolving(chosen)
     if budget is not None and {"max_train_samples", "paired"}.isdisjoint(settings.given):
         whole = seconds_of(budget) * (2 if values.program.one_step else 1)  # both runs need the pictures
-        settings = settings.with_layer("plan", reading.readable(source, settings.values.data, whole))
+        limited = reading.readable(source, settings.values.data, whole)
+        settings = settings.with_layer("plan", limited)
+        notes += ["the plan chose `limit`, as reading all pictures takes too much of the time"] if limited else []
     return settings, notes
 
 

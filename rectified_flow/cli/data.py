@@ -12,6 +12,8 @@ from rectified_flow.data.description import Columns, ItemData, PictureData, RunD
 from rectified_flow.data.metadata import identity_of
 from rectified_flow.data.open import Pictures, reader_of, registered_dataset, space_of_folder
 from rectified_flow.data.sources import ImageSource
+from rectified_flow.data.sources.folder import FileFolder
+from rectified_flow.data.sources.huggingface import HuggingFaceSource
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.data.stream import Batches
 from rectified_flow.errors import UsageError, first_line
@@ -29,9 +31,19 @@ def data_of(pictures: DataConfig, source: SourceConfig, columns: ColumnConfig) -
     return _described(pictures, source, columns)[0]
 
 
-def find_data(pictures: DataConfig, source: SourceConfig, columns: ColumnConfig) -> tuple[RunData, Any]:
-    """Describe the data that the flags name, and find them: the source of pictures, or the items of a dataset."""
+def find_data(
+    pictures: DataConfig, source: SourceConfig, columns: ColumnConfig, known: object = None
+) -> tuple[RunData, Any]:
+    """Describe the data that the flags name, and find them: the source of pictures, or the items of a dataset.
+
+    Args:
+        pictures: the flags of the pictures.
+        source: the flags of the sources of a translation.
+        columns: the flags of the columns.
+        known: the data of flags with the same files or table, which are not found again.
+    """
     data, found = _described(pictures, source, columns)
+    found = known if found is None and isinstance(known, FileFolder | HuggingFaceSource) else found
     return data, data.find() if found is None else found
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 from accelerate import PartialState
 
@@ -12,7 +13,7 @@ from rectified_flow.data.description import PictureData
 from rectified_flow.data.mirroring import unmirrored_words
 from rectified_flow.data.open import reader_of
 from rectified_flow.data.sources import ImageSource
-from rectified_flow.data.survey import channel_note, survey
+from rectified_flow.data.survey import survey
 from rectified_flow.distributed import on_main
 from rectified_flow.parts import name_of
 from rectified_flow.spaces.pixels import Pixels
@@ -49,8 +50,6 @@ def framing_of(flags: FramedFlags, data: PictureData, source: ImageSource) -> tu
     state, chosen, notes = PartialState(), dict[str, object](), list[str]()
     if reader_of(flags.pictures.space)[0] is None:
         chosen, notes = on_main(state, partial(_of_pictures, flags, data, source))
-    channels = on_main(state, lambda: channel_note([source.name_of(number) for number in range(len(source))]))
-    notes += [channels] if channels else []
     if "autoencoder" in flags.given and flags.pictures.autoencoder:
         error = reading.round_trip_error(source, flags.pictures)
         spoils = f"the autoencoder changes these pictures by {error:.0f} of 255; pass --image_size 64 without it"
@@ -93,4 +92,5 @@ def _reason_not_to_mirror(columns: Sequence[str], source: ImageSource) -> str | 
     wanted = {column.partition("=")[0] for column in columns}
     table = source.read_table() if wanted else {}
     captions = {name: column for name, column in table.items() if name in wanted or "all" in wanted}
-    return unmirrored_words(source.class_names, captions)
+    stems = [Path(source.name_of(number)).stem for number in range(len(source))]
+    return unmirrored_words(source.class_names, captions, stems)

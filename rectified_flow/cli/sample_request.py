@@ -16,7 +16,7 @@ from rectified_flow.cli.model_flags import PicturesConfig
 from rectified_flow.cli.sample_names import Names, is_sheet
 from rectified_flow.condition import Labels, WrittenCondition, example_texts, read_written, written
 from rectified_flow.data.degraded import degraded
-from rectified_flow.data.sources.folder import find_files
+from rectified_flow.data.sources.listing import find_files
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.evaluation.evaluator import AT_ONCE, render_sources
 from rectified_flow.flags import refuse

@@ -29,7 +29,7 @@ from rectified_flow.flags import recorded
 from rectified_flow.flows.flow import Flow
 from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
-from rectified_flow.runs.folder import CLOCK_FILE, check_start, describe_run, write_config
+from rectified_flow.runs.folder import CLOCK_FILE, check_start, describe_run, prepare_folders, write_config
 from rectified_flow.runs.training_config import TrainingConfig
 from rectified_flow.spaces.space import with_augmentation
 from rectified_flow.system.terminal import line, paragraph
@@ -95,7 +95,7 @@ def train_run(settings: Settings[TrainConfig]) -> bool:
         check_items(settings.given, data.name)
     elif chooses_data:
         settings, notes = with_pictures(settings, data, found, budget)
-        data, found = find_data(settings.values.data, settings.values.source, settings.values.columns)
+        data, found = find_data(settings.values.data, settings.values.source, settings.values.columns, found)
         found.notes = [*found.notes, *notes]
 
     # All checks that need no data precede the decoding of the pictures, which can take hours.
@@ -161,6 +161,7 @@ def train_on(
     if distilled is not None:
         if not has_begun:  # a run that is killed while it generates the data keeps its plan
             document = describe_run(run, describe(flow), data.items, **records)
+            on_main(state, lambda: prepare_folders(run))
             on_main(state, lambda: write_config(run.output_dir, document))
         holdout = values.data.holdout, values.data.data_seed or 0
         rows = open_distilled(distilled, data.items, data.space, holdout, choose_precision(run, state.device))

@@ -79,7 +79,9 @@ class DataConfig(Flags):
     """Skip pictures that cannot be decoded, or with --paired have no partner, instead of stopping."""
     exclude: Annotated[tuple[str, ...], tyro.conf.arg(metavar="LIST.txt | NAME ..."), default_is("none")] = ()
     """Pictures to leave out: paths in the folder, numbers of rows of a table, or a text file with one a line."""
-    max_train_samples: Annotated[Positive | None, flag(for_pictures=True, excludes="paired"), default_is("all")] = None
+    max_train_samples: Annotated[
+        Positive | None, flag(for_pictures=True, excludes="paired", stands_for="limit"), default_is("all")
+    ] = None
     """Largest number of pictures to use, spread over the dataset, for a quick trial."""
     image_column: Annotated[str, flag(for_pictures=True), default_is("image, if there is one")] = ""
     """Column of the images in a table with several columns of images."""

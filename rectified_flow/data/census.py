@@ -15,11 +15,13 @@ FIELDS = 8  # fields of each side, by whose mean colours pictures are compared
 TOLERANCE = 3.0  # largest root mean square difference between the fields of nearly equal pictures [levels of 256]
 BANDS, BAND_BITS = 4, 14
 """Parts of the hash of a picture and bits of a part: nearly equal pictures share one part at least."""
+BIT_VALUES = 1 << np.arange(BAND_BITS)
 MOST_COMPARED = 8  # number of the last pictures with the same part of a hash that a picture is compared with
 
 
 def _is_flat(row: Row) -> bool:
-    return bool((np.ptp(row[:3], axis=(1, 2)) <= NOISE).all())
+    some = row[0, ::4, ::4]  # these few values of most pictures differ
+    return int(some.max()) - int(some.min()) <= NOISE and bool((np.ptp(row[:3], axis=(1, 2)) <= NOISE).all())
 
 
 def _is_grey(row: Row) -> bool:
@@ -45,12 +47,12 @@ class Census:
         self._fields = list[Fields]()
         self._by_part = defaultdict[tuple[int, int], list[int]](list)
 
-    def add(self, row: Row) -> None:
-        """Count a picture, uint8 ``[c, h, w]``, RGB or RGBA."""
+    def add(self, row: Row, *, is_repeated: bool = False) -> None:
+        """Count a picture, uint8 ``[c, h, w]``, RGB or RGBA, which may be equal to an earlier one."""
         fault = next((name for name, has in FAULTS.items() if has(row)), None)
         if fault is not None:
             self._found[fault].append(self.count)
-        if fault in (None, "grey") and self._resembles_another(row):
+        if fault in (None, "grey") and not is_repeated and self._resembles_another(row):
             self._found["nearly equal to an earlier one"].append(self.count)
         self.count += 1
 
@@ -65,14 +67,15 @@ class Census:
     def _resembles_another(self, row: Row) -> bool:
         """Return whether an earlier picture is nearly, but not exactly, like a picture, and keep its fields."""
         fields = fields_of(row[:3])
-        others = {number for part in _parts_of(fields) for number in self._by_part[part]}
-        for part in _parts_of(fields):
+        parts = _parts_of(fields)
+        others = [*{number for part in parts for number in self._by_part[part]}]
+        for part in parts:
             self._by_part[part] = [*self._by_part[part][1 - MOST_COMPARED :], len(self._fields)]
         self._fields.append(fields)
         if not others:
             return False
-        distances = [float(np.square(self._fields[number] - fields).mean()) for number in others]
-        return 0 < min(distances) <= TOLERANCE**2
+        differences = np.stack([self._fields[number] for number in others]) - fields
+        return bool(0 < np.square(differences).mean(axis=(1, 2, 3)).min() <= TOLERANCE**2)
 
 
 def counted_sentence(count: int, what: str, name: str) -> str:
@@ -101,4 +104,4 @@ def _parts_of(fields: Fields) -> list[tuple[int, int]]:
     """Return the parts of the difference hash of a picture: whether each field is brighter than its right neighbour."""
     grey = fields.mean(axis=0)
     bits = (grey[:, :-1] - grey[:, 1:] > NOISE).reshape(BANDS, BAND_BITS)
-    return list(enumerate((bits @ (1 << np.arange(BAND_BITS))).tolist()))
+    return list(enumerate((bits @ BIT_VALUES).tolist()))

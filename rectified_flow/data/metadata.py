@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rectified_flow.condition import Condition, Number, WrittenCondition, without_unit
-from rectified_flow.data.tables import FILE_NAME
+from rectified_flow.data.table_files import FILE_NAME
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import refuse
 from rectified_flow.registry import describe, find, names

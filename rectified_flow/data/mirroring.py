@@ -26,20 +26,31 @@ SIDE = re.compile(
 )
 SYMBOL = re.compile(
     r"(?:(?:digit|number|letter|character|char|upper|lower|capital|ziffer|zahl|buchstabe|chiffre|lettre)[\W_]*)*"
-    r"(?:[^\W_]|zero|one|two|three|four|five|six|seven|eight|nine)(?:[\W_]*(?:upper|lower|capital))?",
+    r"(?:[^\W_]|zero|one|two|three|four|five|six|seven|eight|nine)(?:[\W_]*(?:upper|lower|capital))?"
+    r"|.|(?:u\+?|uni|0x)[0-9a-f]{4,6}",
     re.IGNORECASE,
 )
-"""The name of a class of digits or letters."""
+"""The name of a class of digits, letters or signs, in words or as a number of Unicode."""
+FEWEST_SYMBOLS = 8  # number of files with such names below which their names mean nothing
 MIN_NAMED = 0.01  # least share of captions that name a side: a single "right" among thousands may mean anything
 
 
-def unmirrored_words(class_names: Sequence[str], captions: Mapping[str, Sequence[object]]) -> str | None:
-    """Describe the classes or captions that are false for a mirror image; None if there are none.
+def unmirrored_words(
+    class_names: Sequence[str], captions: Mapping[str, Sequence[object]], stems: Sequence[str] = ()
+) -> str | None:
+    """Describe the classes, captions or names of files that are false for a mirror image; None if there are none.
 
     Args:
         class_names: names of the classes.
         captions: texts of the pictures by column.
+        stems: names of the files without folders and suffixes.
     """
+    if (
+        len(stems) >= FEWEST_SYMBOLS
+        and all(map(SYMBOL.fullmatch, stems))
+        and not all(stem.isdecimal() for stem in stems)
+    ):
+        return f"the files have the names of letters or signs, such as {stems[0]}"
     if len(class_names) > 1 and all(SYMBOL.fullmatch(name) for name in class_names):
         return f"the classes are digits or letters, such as {class_names[0]}"
     for name in class_names:

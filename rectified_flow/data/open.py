@@ -12,8 +12,9 @@ from rectified_flow.data import OXFORD_FLOWERS
 from rectified_flow.data.framing import Bits, Crop, Framing, Resize
 from rectified_flow.data.metadata import ColumnSpec, choose_columns
 from rectified_flow.data.sources import ImageSource
-from rectified_flow.data.sources.folder import FileFolder, find_files
+from rectified_flow.data.sources.folder import FileFolder
 from rectified_flow.data.sources.huggingface import HuggingFaceSource, find_dataset_file
+from rectified_flow.data.sources.listing import find_files, list_folder
 from rectified_flow.data.sources.synthetic_flowers import SYNTHETIC_FLOWERS, SyntheticFlowers
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.data.store_writer import open_store
@@ -112,15 +113,17 @@ class Pictures:
             what = content_of(folder) if folder.is_file() else None
             what = what or (f"a file: pass its folder {printable(folder.parent)}" if folder.is_file() else "")
             raise UsageError(f"{folder} is not a folder" + f", but {what}" * bool(what))
-        table = find_dataset_file(folder)
+        listing = list_folder(folder)
+        table = find_dataset_file(folder, listing.files)
         needless = {f"{name} {column}": bool(column) for name, column in self._columns.items()}
         refuse(needless if table is None else {}, f"is for tables, and {folder} is a folder of files: leave it out")
         if reader is not None:
-            return cast(ImageSource, reader(folder, split=self.split, **typed_options("space", reader, options)))
+            typed = typed_options("space", reader, options)
+            return cast(ImageSource, reader(folder, split=self.split, listing=listing, **typed))
         if table is not None:
             return HuggingFaceSource(folder, self.split, **self._columns)
-        source = FileFolder(folder, split=self.split)
-        for other, _most, odd in _claims(folder):
+        source = FileFolder(folder, split=self.split, listing=listing)
+        for other, _most, odd in _claims(listing.files):
             if odd:
                 found = f"{len(odd)} files of {other.kind} are read as pictures, such as {printable(odd[0])}"
                 source.notes.append(f"{found}: pass `space` {other.space_name} to read {other.kind}")
@@ -233,12 +236,11 @@ def reader_of(space: Sequence[str]) -> tuple[Any, list[str], list[str]]:
 
 def space_of_folder(folder: Path) -> str | None:
     """Return the space of most files in a folder; None for pictures."""
-    return next((reader.space_name for reader, is_most, _ in _claims(folder) if is_most), None)
+    return next((reader.space_name for reader, is_most, _ in _claims(find_files(folder)) if is_most), None)
 
 
-def _claims(folder: Path) -> Iterator[tuple[Any, bool, list[Path]]]:
+def _claims(files: Sequence[Path]) -> Iterator[tuple[Any, bool, list[Path]]]:
     """Yield each class that reads folders, with its claim on the files of a folder."""
-    files = find_files(folder)
     for name in names("reader"):
         reader = find("space", "reader", name)
         yield reader, *reader.claim(files)

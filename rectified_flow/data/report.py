@@ -16,8 +16,6 @@ LISTED, NAMED = 12, 5
 """Largest number of classes that are all listed, and of those that are named if there are more."""
 FEW = 10
 """Number of pictures below which a class is rare."""
-CLASS_COLUMNS = ("label", "labels")
-"""Columns of a table that are the classes themselves."""
 
 
 def sentences(
@@ -92,6 +90,5 @@ def _columns(pictures: ImageDataset, used: Collection[str]) -> Iterator[str]:
     own = [f"{name} ({column.kind.column_type})" for name, column in pictures.columns.items() if name in used]
     if own:
         yield f"columns that the network gets: {', '.join(own)}"
-    table = [name for name in pictures.info.table if not (pictures.class_names and name in CLASS_COLUMNS)]
-    if others := [name for name in table if condition_name(name) not in used]:
+    if others := [name for name in pictures.info.table if condition_name(name) not in used]:
         yield f"columns that the network does not get: {', '.join(others)}"

@@ -168,7 +168,7 @@ def fill(
         on_main(state, lambda: store.complete(**info()))
 
 
-STORE_VERSION, CHUNK = 7, 64  # version of the stored images, and number of images that are decoded at once
+STORE_VERSION, CHUNK = 8, 64  # version of the stored images, and number of images that are decoded at once
 
 
 def default_cache_dir() -> Path:
@@ -198,7 +198,13 @@ def open_store(
         if is_missing:
             with store.building():
                 numbers = source.numbers_without(exclude, limit)
-                _build(store, source, numbers, source.rows(framing), skip_broken_images)
+                count = len(source) - len({*exclude})
+                notes = [f"left out {len({*exclude}):,} images by `exclude`"] if exclude else []
+                if len(numbers) < count:
+                    notes.append(
+                        f"read {len(numbers):,} of {count:,} images, spread over all: their `limit` is {limit:,}"
+                    )
+                _build(store, source, numbers, source.rows(framing), skip_broken_images, notes)
     return store.path
 
 
@@ -228,7 +234,12 @@ def _store_of(
 
 
 def _build(
-    store: StoreWriter, source: ImageSource, numbers: Sequence[int], rows: PictureRows, skip_broken_images: bool
+    store: StoreWriter,
+    source: ImageSource,
+    numbers: Sequence[int],
+    rows: PictureRows,
+    skip_broken_images: bool,
+    notes: Sequence[str],
 ) -> None:
     """Decode the images with the given numbers into the store, and note the names and sizes of the originals."""
 
@@ -257,13 +268,14 @@ def _build(
                     broken.append(source.place_of(index))
                     continue
                 (row, size, remarks), label = decoded
-                rows.add(row)
+                name, content = source.name_of(index), blake2b(row.tobytes(), digest_size=16).digest()
+                is_repeated = content in contents
+                rows.add(row, is_repeated=is_repeated)
                 for remark in remarks:
-                    remarked[remark].append(source.name_of(index))
+                    remarked[remark].append(name)
                 written.append(row)
-                kept.append((Original(source.name_of(index), *size), label))
-                content = blake2b(row.tobytes(), digest_size=16).digest()
-                equal += [kept[-1][0].name] * (content in contents)
+                kept.append((Original(name, *size), label))
+                equal += [name] * is_repeated
                 contents.add(content)
             if written:
                 images = {"images": np.stack(written)}
@@ -287,14 +299,13 @@ def _build(
         class_names=list(source.class_names) if min(labels) >= 0 else [],
         skipped=broken,
         framing=asdict(rows.framing),
-        notes=[*source.notes, *_notes(len(source) - len(numbers), broken, equal), *noted, *rows.notes(names)],
+        notes=[*source.notes, *notes, *_notes(broken, equal), *noted, *rows.notes(names)],
         table=table,
         **rows.info(source.name, {original[1:] for original in originals}),
     )
 
 
-def _notes(excluded: int, broken: Sequence[str], equal: Sequence[str]) -> list[str]:
-    """Return sentences about images that were left out by flags or as broken, and about those that equal another."""
-    notes = [f"left out {excluded:,} images by `exclude` or by the limit of their number"] if excluded else []
-    notes += [f"skipped {len(broken):,} broken images; the first is {each}" for each in broken[:1]]
+def _notes(broken: Sequence[str], equal: Sequence[str]) -> list[str]:
+    """Return sentences about images that were left out as broken, and about those that equal another."""
+    notes = [f"skipped {len(broken):,} broken images; the first is {each}" for each in broken[:1]]
     return notes + [counted_sentence(len(equal), "equal to an earlier one", each) for each in equal[:1]]

@@ -1,8 +1,6 @@
 """A survey of some pictures of a source, decoded before all others: how pictures of their kind are to be framed."""
 
-import re
-from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -125,26 +123,3 @@ def _purity(values: NDArray[np.int32], side: int) -> float:
     is_pure = (fields == fields[:, :1]).all(axis=1)
     is_background = is_pure & (fields[:, 0] == kinds[counts.argmax()])
     return float(is_pure[~is_background].mean()) if (~is_background).any() else 1.0
-
-
-CHANNEL = re.compile(r"(?<=[_\- .])(?:c|ch|channel|w|wavelength|b)[_-]?0*(\d{1,2}a?)(?=[_\- .]|$)", re.IGNORECASE)
-"""The number of a channel in the name of a file, as of microscopes and satellites: ``A_ch00.tif``, ``A_B02.tif``."""
-MIN_OF_CHANNELS = 0.9  # least share of files that belong to such groups
-
-
-def channel_note(names: Collection[str]) -> str | None:
-    """Return a sentence if the files of these names hold one channel of a picture each."""
-    groups = defaultdict[str, set[str]](set)
-    example = dict[str, list[str]]()
-    for name in names:
-        found = CHANNEL.search(name)
-        if found is not None:
-            rest = name[: found.start()] + name[found.end() :]
-            groups[rest].add(found[1])
-            example.setdefault(rest, []).append(name)
-    whole = [rest for rest, channels in groups.items() if len(channels) > 1]
-    if not whole or sum(len(example[rest]) for rest in whole) < MIN_OF_CHANNELS * len(names):
-        return None
-    one, other = sorted(example[whole[0]])[:2]
-    what = f"the files look like single channels of pictures, such as {one} and {other}, and each is read as a picture"
-    return f"{what} of the same kind: keep one channel in the folder, or join the channels of a picture in one file"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
-from rectified_flow.errors import RunError
+from rectified_flow.errors import RunError, UsageError, first_line
 from rectified_flow.export.call import DECODER_FILE, MODEL_FILE, NetworkCall, model_json
 from rectified_flow.export.format import Export, Files, Stage
 from rectified_flow.exportable import Exportable, Inputs
@@ -78,8 +78,14 @@ def converted(name: str, exported: Exportable, *, half: bool) -> tuple[Files, st
         exported: the module.
         half: store matrices and convolutions in float16.
     """
-    expected = [_listed(exported.module(**inputs)) for inputs in exported.checks]
-    program = to_onnx(exported, half=half)
+    try:
+        expected = [_listed(exported.module(**inputs)) for inputs in exported.checks]
+        program = to_onnx(exported, half=half)
+    except (ImportError, UsageError):
+        raise
+    except Exception as error:  # torch.export raises exceptions of many types
+        rule = "its forward must accept batches of any size and be traceable by torch.export"
+        raise UsageError(f"the {name} cannot be written as ONNX ({first_line(error)}): {rule}") from error
     run = load_program(program)
     found = [run(inputs) for inputs in exported.checks]
     pairs = [pair for one, other in zip(found, expected, strict=True) for pair in zip(one, other, strict=True)]

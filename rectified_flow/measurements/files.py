@@ -30,6 +30,10 @@ RESOLUTION, NODATA = 282, 42113  # tags of a TIFF's resolution, and of GDAL's va
 MOST_CHANNELS, SMALL = 16, 32
 """Number of planes above which an array may be a stack of fields, and sides of fields that are often kept so [px]."""
 
+COLOURS = 4  # number of channels up to which an array without others may be one field
+FLATTENED = {784: (28, 28), 3072: (32, 32), 12288: (64, 64)}
+"""Height and width of flattened pictures, grey or in RGB, by the number of their values, as in arrays of datasets."""
+
 Array = NDArray[Any]
 PixelSize = tuple[float, float, int]
 StoreBits = Literal[16, 32]  # most bits of a stored value
@@ -108,7 +112,7 @@ def read_field(file: Path, channels_last: bool | None) -> tuple[Array, FieldForm
         with np.errstate(over="ignore"):
             values = np.where(values == values.dtype.type(unknown), np.nan, values)  # rounded as the values are
     if is_last is None:
-        if channels_last is None and not is_flat:
+        if channels_last is None:
             refuse_stack(values.shape)
         is_shorter = values.shape[-1] < values.shape[0] if channels_last is None else channels_last
         is_last = is_shorter and not is_flat
@@ -117,17 +121,28 @@ def read_field(file: Path, channels_last: bool | None) -> tuple[Array, FieldForm
     return values.astype(how.dtype, order="C"), how, file_type
 
 
-def refuse_stack(shape: tuple[int, ...]) -> None:
-    """Refuse an array ``[n, h, w]`` that is more likely a stack of square fields than one field with many channels.
+def refuse_stack(shape: tuple[int, ...], *, is_alone: bool = False) -> None:
+    """Refuse an array that is more likely a stack of fields, or of flattened ones, than one field.
+
+    Args:
+        shape: ``[n, h, w]``, or ``[n, h * w]``.
+        is_alone: whether there is no other array, so that a stack is more likely.
 
     Raises:
         ValueError: with both readings, and what to do for each.
     """
-    first, height, width = shape
-    if height == width and first > MOST_CHANNELS and first != width and (first > width or width <= SMALL):
-        stack = f"save {first} pictures of {height} x {width} px in {first} files of two axes"
+    count, *sides = shape
+    if len(sides) == 1:
+        height, width = FLATTENED.get(sides[0], (0, 0))
+        is_stack = height > 0 and count != sides[0]
+    else:
+        height, width = sides
+        is_square = height == width != count and count > MOST_CHANNELS
+        is_stack = (is_square and (count > width or width <= SMALL)) or (is_alone and min(count, width) > COLOURS)
+    if is_stack:
+        stack = f"save {count} pictures of {height} x {width} px in {count} files of two axes"
         field = "or pass channels_last=False in `space`"
-        raise ValueError(f"its shape is {shape}: {stack}, {field} if it is one of {first} channels")
+        raise ValueError(f"its shape is {shape}: {stack}, {field} if it is one of {count} channels")
 
 
 def _read_array(stream: IO[bytes]) -> Contents:

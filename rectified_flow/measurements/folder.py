@@ -10,8 +10,9 @@ from typing_extensions import override
 
 from rectified_flow.data.framing import Framing
 from rectified_flow.data.sources import Fitted, PictureRows, Row
-from rectified_flow.data.sources.folder import FileFolder, is_image
+from rectified_flow.data.sources.folder import FileFolder
 from rectified_flow.data.sources.kinds import OTHER_FORMATS
+from rectified_flow.data.sources.listing import is_image
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.measurements import files as field_files
 from rectified_flow.measurements.files import FIELD_SUFFIXES, Array, FieldFormat, StoreBits, fit_field
@@ -43,7 +44,7 @@ class FieldRows(PictureRows):
         return Fitted(row, (image.shape[2], image.shape[1]))
 
     @override
-    def add(self, row: Row) -> None:
+    def add(self, row: Row, *, is_repeated: bool = False) -> None:
         self.has_missing |= bool(np.isnan(row).any())
         self.low = np.fmin(self.low, np.fmin.reduce(row, axis=(1, 2)))  # leaves out NaN
         self.high = np.fmax(self.high, np.fmax.reduce(row, axis=(1, 2)))
@@ -88,6 +89,8 @@ class FieldFolder(FileFolder):
     ) -> None:
         super().__init__(path, **options)
         values, self.format, file_type = self._first_field(channels_last)
+        if len(self.files) == 1 and self.format.suffix == ".npy" and channels_last is None:
+            self._refuse_alone(values)
         self._types = self.format.dtype, file_type
         if self.format.suffix == ".npy" and not self.format.two_dimensional:
             channels_last = self.format.channels_last
@@ -130,6 +133,15 @@ class FieldFolder(FileFolder):
         measured = [*filter(field_files.is_measured, sampled)]
         arrays = sum(file.suffix.lower() == ".npy" for file in files)
         return arrays > len(pictures) or 2 * len(measured) > len(sampled), measured
+
+    def _refuse_alone(self, values: Array) -> None:
+        """Refuse the only array of the folder if it is more likely a stack of fields than one field ``[c, h, w]``."""
+        try:
+            field_files.refuse_stack(
+                np.moveaxis(values, 0, 2).shape if self.format.channels_last else values.shape, is_alone=True
+            )
+        except ValueError as error:
+            raise UsageError(f"{printable(self.files[0])} may be a stack ({error})") from error
 
     def _first_field(self, channels_last: bool | None) -> tuple[Array, FieldFormat, str]:
         """Return the first field that can be read."""

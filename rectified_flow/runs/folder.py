@@ -31,6 +31,7 @@ from rectified_flow.runs.training_config import CHECKPOINTS, TrainingConfig
 from rectified_flow.system.artifact import (
     CHECKPOINT,
     FileName,
+    check_claim,
     claim,
     claimed_names,
     find_damage,
@@ -39,6 +40,7 @@ from rectified_flow.system.artifact import (
 )
 from rectified_flow.system.files import (
     LOCK_TIMEOUT,
+    check_folder,
     hash_file,
     locked,
     prepare_folder,
@@ -75,7 +77,7 @@ def describe_run(
 
 
 def write_config(folder: Path, document: Mapping[str, object]) -> None:
-    """Write the ``config.json`` of the run in ``folder``."""
+    """Write the ``config.json`` of the run in ``folder``, whose name is claimed."""
     with writing(folder / CONFIG_FILE):
         replace_file(folder / CONFIG_FILE, json.dumps(document, indent=1))
 
@@ -130,15 +132,21 @@ def is_run(folder: Path) -> bool:
     return False
 
 
-def prepare_folders(config: TrainingConfig) -> None:
-    """Create the folders of a run, and claim the names of its files there. Call in one process only."""
-    folder = prepare_folder("output_dir", config.output_dir)
+def prepare_folders(config: TrainingConfig, *, writes: bool = True) -> None:
+    """Create the folders of a run, and claim the names of its files there. Call in one process only.
+
+    Args:
+        config: the flags of the run.
+        writes: otherwise, nothing is created, and only the errors are raised.
+    """
+    make, hold = (prepare_folder, claim) if writes else (check_folder, check_claim)
+    folder = make("output_dir", config.output_dir)
     proven = [] if CONFIG_FILE in claimed_names(folder) else proven_names(folder)
-    claim(folder, proven or RUN_FILES, proven=bool(proven))
+    hold(folder, proven or RUN_FILES, proven=bool(proven))
     if not is_run(folder) and (folder / CONFIG_FILE).exists():  # such as that of a saved model
         raise UsageError(f"{folder / CONFIG_FILE} is damaged or does not belong to a run: choose another `output_dir`")
-    folder = prepare_folder("checkpoint_dir" if config.checkpoint_dir else "output_dir", config.checkpoints)
-    claim(folder, [BEST], proven=checkpoint.best_of(folder) is not None)
+    folder = make("checkpoint_dir" if config.checkpoint_dir else "output_dir", config.checkpoints)
+    hold(folder, [BEST], proven=checkpoint.best_of(folder) is not None)
     for step in folder.glob("step_" + "[0-9]" * 8):
         if not checkpoint.is_checkpoint(step):
             owned_files(step, CHECKPOINT)
@@ -184,9 +192,12 @@ def precision_name(accelerator: Accelerator) -> str:
 
 
 def check_start(config: TrainingConfig, origin: Path | None = None, *, writes: bool = True) -> None:
-    """Check, before the data take hours to prepare, that the run may start whatever the data are."""
+    """Check, before the data take hours to prepare, that the run may start whatever the data are.
+
+    A start that fails before its first step leaves no folder behind.
+    """
     if writes:
-        prepare_folders(config)
+        prepare_folders(config, writes=False)
     found = checkpoint.list_checkpoints(config.checkpoints)
     if found and config.resume == "never":
         raise UsageError(f"{config.checkpoints} already holds checkpoints: pass `resume` auto, or another `output_dir`")

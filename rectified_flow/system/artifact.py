@@ -94,17 +94,11 @@ def claim(folder: Path, names: Iterable[str], *, proven: bool = False) -> None:
         names: the names, each of a file, a subfolder, or a file in a subfolder such as ``flow/pipeline.py``.
         proven: the caller has another proof that existing files of these names are this project's.
     """
-    if is_artifact(folder):
-        raise UsageError(f"{folder} is a checkpoint or another complete artifact: choose another folder")
     paths = list(names)
     names = list(dict.fromkeys(path.partition("/")[0] for path in paths))
     with writing(folder / OUTPUTS_MANIFEST), locked(folder, "manifest"):
+        check_claim(folder, names, proven=proven)
         listed = claimed_names(folder)
-        for name in names:
-            path = folder / name
-            linked = path.is_symlink() and not path.is_dir()  # writing would replace the link or its target
-            if linked or (lexists(path) and not proven and name not in listed):
-                raise UsageError(f"{path} would be overwritten, and this project did not write it: move it away")
         if not listed.issuperset(names):
             manifest = Manifest(OUTPUTS, dict.fromkeys(sorted(listed.union(names))))
             replace_file(folder / OUTPUTS_MANIFEST, json.dumps(asdict(manifest), indent=1))
@@ -112,6 +106,18 @@ def claim(folder: Path, names: Iterable[str], *, proven: bool = False) -> None:
         if inside := [path.partition("/")[2] for path in paths if path.startswith(f"{name}/")]:
             (folder / name).mkdir(exist_ok=True)
             claim(folder / name, inside)
+
+
+def check_claim(folder: Path, names: Iterable[str], *, proven: bool = False) -> None:
+    """Raise a UsageError if :func:`claim` would, without writing anything; the folder need not exist."""
+    if is_artifact(folder):
+        raise UsageError(f"{folder} is a checkpoint or another complete artifact: choose another folder")
+    listed = claimed_names(folder)
+    for name in names:
+        path = folder / name
+        linked = path.is_symlink() and not path.is_dir()  # writing would replace the link or its target
+        if linked or (lexists(path) and not proven and name not in listed):
+            raise UsageError(f"{path} would be overwritten, and this project did not write it: move it away")
 
 
 def write_output(path: Path, content: bytes | str, *, durable: bool = True) -> None:

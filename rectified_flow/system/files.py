@@ -3,7 +3,7 @@
 import json
 import os
 import tempfile
-from codecs import BOM_UTF8
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from errno import EACCES, EMFILE, ENAMETOOLONG, ENFILE, ENOENT, ENOMEM, EPERM, ESTALE, ETIMEDOUT
@@ -153,6 +153,17 @@ def read_bytes(path: Path) -> bytes:
         return file.read()
 
 
+def read_text(path: Path) -> str:
+    """Read a text in UTF-8, or in UTF-16 with a byte order mark, with the ends of lines of Unix."""
+    content = read_bytes(path)
+    encoding = "utf-16" if content.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) else "utf-8-sig"
+    with suppress(UnicodeDecodeError):
+        text = content.decode(encoding)
+        if "\0" not in text:  # every second byte of UTF-16 without a mark is 0
+            return text.replace("\r\n", "\n").replace("\r", "\n")
+    raise UsageError(f"{path} is not encoded as UTF-8, but perhaps as Windows-1252: save it as UTF-8")
+
+
 def read_lines(path: Path) -> list[str]:
     """Read the lines of a text that are not empty, with the errors of :func:`reading`."""
     return [line.strip() for line in read_bytes(path).decode("utf-8-sig", "replace").splitlines() if line.strip()]
@@ -185,9 +196,25 @@ def prepare_folder(flag: str, folder: Path) -> Path:
     """Make ``folder``, which the option ``flag`` names, and return it; a UsageError if it cannot be written."""
     with writing(f"`{flag}` {folder}", UsageError):
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as probe:
-            probe.write(b"a full disk shows here")
+        _probe(folder)
     return folder
+
+
+def check_folder(flag: str, folder: Path) -> Path:
+    """Return ``folder`` as :func:`prepare_folder` does, and with its errors, but without making it."""
+    with writing(f"`{flag}` {folder}", UsageError):
+        for place in (folder, *folder.parents):
+            with suppress(FileNotFoundError):
+                place.lstat()  # other errors, such as that of a name that is too long, are those of the folder
+                _probe(place)
+                break
+    return folder
+
+
+def _probe(folder: Path) -> None:
+    """Write a file without a name into a folder."""
+    with tempfile.TemporaryFile(dir=folder) as probe:
+        probe.write(b"a full disk shows here")
 
 
 T = TypeVar("T")

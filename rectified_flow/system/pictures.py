@@ -62,6 +62,10 @@ PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY
 TURNED = (5, 6, 7, 8)
 """Values of the orientation tag that exchange width and height; Pillow's size of a TIFF has them exchanged already."""
 GREY_TOLERANCE = 3  # largest difference of the channels of a grey picture, as formats round them [levels of 256]
+ANIMATED, MOST_FRAMES = ("GIF", "WEBP", "PNG", "AVIF"), 8
+"""Formats of animations, and number of frames among which one is looked for that shows something."""
+SUBFILE, SMALLER = 254, 1 | 4  # tag of a TIFF's page, and its bits for a smaller copy and for a mask
+HAZE = slice(16, 240)  # alpha of partly transparent pixels
 DEPTHS = (8, 10, 12, 14, 16)  # numbers of bits of the values in files of 16 bits
 
 MIN_WIDTH, TEXT_LINES, TEXT_SIZE = 112, 3, 11
@@ -133,6 +137,22 @@ def over_white(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
+def seek_visible(image: Image.Image) -> None:
+    """Seek the first of some frames of an animation that has more than one colour: others show nothing yet.
+
+    Call before the image is decoded. The first frame is kept if there is no such frame, or it cannot be read.
+    """
+    if image.format not in ANIMATED or not getattr(image, "is_animated", False):
+        return
+    with suppress(EOFError):  # there are no more frames
+        for number in range(MOST_FRAMES):
+            image.seek(number)
+            shown = over_white(image)
+            if any(low != high for low, high in shown.getextrema()):
+                return
+    image.seek(0)
+
+
 def decoded(image: Image.Image, side: int | None = None, bits: int = 16) -> Image.Image:
     """Return an image upright, with 8 bits a value, in the colours of sRGB; if it has transparency, in RGBA.
 
@@ -143,6 +163,7 @@ def decoded(image: Image.Image, side: int | None = None, bits: int = 16) -> Imag
     """
     if side is not None:
         image.draft("RGB", (side, side))  # JPEG then decodes at a fraction of its size; others ignore it
+    seek_visible(image)
     declared = profile_of(image)
     image = to_8_bits(image, bits)
     with suppress(*BAD_EXIF):
@@ -163,6 +184,28 @@ def is_grey(image: Image.Image) -> bool:
 def is_wholly_transparent(image: Image.Image) -> bool:
     """Return whether no pixel of a decoded image can be seen."""
     return image.mode == "RGBA" and image.getchannel("A").getextrema()[1] == 0
+
+
+def is_hazy(image: Image.Image) -> bool:
+    """Return whether most pixels of a decoded image are partly transparent, as if alpha had another meaning."""
+    if image.mode != "RGBA":
+        return False
+    counts = image.getchannel("A").histogram()
+    return 2 * sum(counts[HAZE]) > sum(counts)
+
+
+def has_frames(image: Image.Image) -> bool:
+    """Return whether the file of an image that is not decoded yet has further pages or frames of its size."""
+    if image.format == "MPO" or not getattr(image, "is_animated", False):  # phones save a second one as MPO
+        return False
+    if image.format != "TIFF":
+        return True
+    with suppress(Exception):  # decoders raise exceptions of many types
+        image.seek(1)
+        is_smaller = bool(getattr(image, "tag_v2", {}).get(SUBFILE, 0) & SMALLER)
+        image.seek(0)
+        return not is_smaller
+    return True
 
 
 def framed(

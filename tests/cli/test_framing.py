@@ -19,6 +19,7 @@ from rectified_flow.cli.training_flags import TrainConfig
 from rectified_flow.data.description import PictureData
 from rectified_flow.data.open import space_of_folder
 from rectified_flow.errors import UsageError
+from rectified_flow.measurements.folder import FieldFolder
 from rectified_flow.runs.training_config import TrainingConfig
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.training.speed import Speed
@@ -122,7 +123,8 @@ def test_pictures_whose_words_name_sides_are_not_mirrored(
 def test_single_channels_are_said(tmp_path: Path) -> None:
     for name in ("A_C0", "A_C1"):
         save(tmp_path / f"pics/{name}.tif", 16, 16, dtype="uint16", most=60_000)
-    assert framed(tmp_path / "pics", "--space Fields")[1][0].startswith("the files look like single channels of")
+    [said, _] = FieldFolder(tmp_path / "pics").notes
+    assert said.startswith("the files come in groups with equal names but for a part (C0, C1), such as A_C0.tif and")
 
 
 def drawing(side: int) -> Image.Image:

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from rectified_flow.data.open import open_dataset
-from rectified_flow.data.sources import folder as folders
+from rectified_flow.data.sources import listing as folders
 
 TIME = 1_600_000_000
 

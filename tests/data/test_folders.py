@@ -18,7 +18,7 @@ from PIL import Image
 from rectified_flow.cli.data import flags_of_files
 from rectified_flow.cli.training_flags import DataConfig
 from rectified_flow.data.open import open_dataset, space_of_folder
-from rectified_flow.data.sources import folder as folder_module
+from rectified_flow.data.sources import listing
 from rectified_flow.data.sources.folder import FileFolder, find_files
 from rectified_flow.data.store import pair_by_name
 from rectified_flow.errors import UsageError
@@ -412,7 +412,7 @@ def test_measurements_that_are_no_picture_are_named_with_the_way_to_read_them(tm
 def test_a_folder_that_takes_long_to_list_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(folder_module, "SILENT_LISTING", -1)
+    monkeypatch.setattr(listing, "SILENT_LISTING", -1)
     assert find_files(tmp_path) == []
     assert f"warning: still listing the files of {tmp_path}" in "".join(capfd.readouterr())
 
@@ -420,7 +420,7 @@ def test_a_folder_that_takes_long_to_list_is_named(
 def test_files_of_unknown_formats_are_named(tmp_path: Path) -> None:
     """A person takes them for pictures: a cache without suffixes, downloads, files of other programs."""
     picture(tmp_path / "a.png")
-    for name in ("b", "c.jpg_large", "d.pef", "e.pef", "labels.json", "notes.txt"):
+    for name in ("b", "c.jpg_large", "d.pef", "e.pef", "labels.yaml", "notes.txt"):
         (tmp_path / name).write_bytes(b"?")
-    kinds = "2 .pef, 1 without a suffix, 1 .jpg_large, 1 .json"
+    kinds = "2 .pef, 1 without a suffix, 1 .jpg_large, 1 .yaml"
     assert FileFolder(tmp_path).notes == [f"left out 5 files of unknown formats ({kinds}), such as b"]

@@ -10,6 +10,7 @@ from PIL import Image
 
 from rectified_flow.data.open import open_dataset, space_of_folder
 from rectified_flow.data.sources.folder import FileFolder
+from rectified_flow.data.sources.name_notes import group_note, notes_on_names
 from rectified_flow.errors import UsageError
 
 
@@ -28,6 +29,9 @@ KINDS = {
     "masks of OneTrainer": ("1.jpg|1-masklabel.png|1-condlabel.png", "1.jpg", ["left out 2 masks beside"]),
     "masks of a medical dataset": ("a (1).png|a (1)_mask.png|a (1)_mask_1.png", "a (1).png", ["left out 2 masks"]),
     "masks in two formats": ("1.jpg|1_mask.png|1_mask.jpg", "1.jpg", ["left out 2 masks beside"]),
+    "labels of ADE20K and of ISIC": ("1.jpg|1_parts_1.png|1_superpixels.png", "1.jpg", ["left out 2 masks beside"]),
+    "maps of a rendering": ("r_0.png|r_0_depth_0001.png|r_0_normal_0001.png", "r_0.png", ["left out 2 maps of depth"]),
+    "thumbnails of Telegram": ("s.webp|s.webp_thumb.jpg|p.jpg|p_thumb.jpg", "p.jpg|s.webp", ["left out 2 copies of"]),
     "maps of depth": ("1.png|1_depth.png", "1.png", ["left out 1 maps of depth or of normals beside their pictures"]),
     "copies of another size": ("1.jpg|1-300x200.jpg|1@2x.jpg|1_thumb.jpg", "1.jpg", ["left out 3 copies of another"]),
     "equal copies": ("A.jpg=1|A(1).jpg=1|A (2).jpg=1|A - Copy.jpg=1|A copy 2.jpg=1", "A.jpg", ["left out 4 copies"]),
@@ -132,3 +136,71 @@ def test_a_file_in_place_of_its_folder_is_named_with_the_folder(tmp_path: Path, 
     save(tmp_path, name)
     with pytest.raises(UsageError, match=f"is not a folder, but a file: pass its folder {tmp_path}$"):
         open_dataset("", tmp_path / name, image_size=8)
+
+
+CHANNELS = "the files come in groups with equal names but for a part ({}), such as {} and {}, and each is read as a"
+GROUPS = {
+    "channels of microscopes": ("A_C0.tif|A_C1.tif|B_C0.tif|B_C1.tif", "C0, C1", "A_C0.tif|A_C1.tif"),
+    "channels with other numbers": ("A_w1_1.TIF|A_w2_1.TIF|B_w1_3.TIF|B_w2_3.TIF", "w1, w2", "A_w1_1.TIF|A_w2_1.TIF"),
+    "passes of Blender": ("Z1.png|Z2.png|Image1.png|Image2.png", "Image, Z", "Image1.png|Z1.png"),
+    "a field of a microscope": ("x/s1_ch00.tif|x/s1_ch01.tif", "ch00, ch01", "x/s1_ch00.tif|x/s1_ch01.tif"),
+    "colours of the Protein Atlas": ("A_red.png|A_green.png|A_blue.png", "blue, green, red", "A_blue.png|A_green.png"),
+    "bands of a satellite": ("T_B02.tif|T_B03.tif|T_B8A.tif", "B02, B03, B8A", "T_B02.tif|T_B03.tif"),
+    "exposures": ("S0_-2EV.jpg|S0_0EV.jpg|S0_+2EV.jpg", "+2EV, 0EV, 2EV", "S0_+2EV.jpg|S0_-2EV.jpg"),
+    "copies of websites": ("a.jpg|a.webp|b.jpg|b.webp", ".jpg, .webp", "a.jpg|a.webp"),
+    "maps of textures": ("w_albedo.png|w_ao.png|w_height.png|w_metal.png|w_rough.png", "albedo, ao, height, metal, ...",
+                         "w_albedo.png|w_ao.png"),
+    "copies with a watermark": ("a.jpg|a_wm.jpg|b.jpg|b_wm.jpg", "none, wm", "a.jpg|a_wm.jpg"),
+    "views in front of the name": ("top_1.png|side_1.png|top_2.png|side_2.png", "side, top", "side_1.png|top_1.png"),
+    "classes in front of the name": ("cat.0.jpg|cat.1.jpg|dog.0.jpg|dog.1.jpg", "cat, dog", "cat.0.jpg|dog.0.jpg"),
+    "serial numbers behind a word": ("IMG-WA1.jpg|IMG-WA2.jpg|IMG-WA3.jpg|v-page_1.jpg|v-page_2.jpg", "", ""),
+    "one channel": ("A_C0.tif|B_C0.tif", "", ""),
+    "numbers": ("c1.png|cat_2.png|cat_3.png|IMG_0001.jpg|IMG_0002.jpg", "", ""),
+    "classes with equal names": ("cat/1_a.png|dog/1_a.png", "", ""),
+    "a few channels among photos": ("A_C0.tif|A_C1.tif|photo 1.jpg|photo 2.jpg|photo 3.jpg", "", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", GROUPS)
+def test_channels_and_versions_of_pictures_are_said(kind: str) -> None:
+    names, parts, example = GROUPS[kind]
+    note = group_note(names.split("|"))
+    assert (note is not None) == bool(parts)
+    assert note is None or note.startswith(CHANNELS.format(parts, *example.split("|")))
+
+
+DOUBTFUL = {
+    "_Rejected/1.png": "rejected pictures",
+    "Originals/1.png": "originals of edited pictures",
+    "samples/step_1000.png": "outputs of a program",
+    "results/plot.png": "outputs of a program",
+    "docs/x.png": "parts of a document",
+    "res/derivatives/1_c.png": "copies of another size",
+    "contact_sheet.jpg": "overviews",
+    "folder.jpg": "overviews",
+    "grid-0000.png": "overviews",
+    "2023_profile_pic.jpg": "logos or avatars",
+    "logo.png": "logos or avatars",
+    "loss.png": "plots or charts",
+    "a_red_cat_grid_0_12ab.png": "overviews",
+    "atlas_0.png": "overviews",
+    "ComfyUI_temp_abcd_00001_.png": "temporary files",
+    "[Originals]/1.png": "originals of edited pictures",
+    "logos_of_firms.png": "",
+    "gridlock.png": "",
+}
+
+
+@pytest.mark.parametrize("name", DOUBTFUL)
+def test_pictures_of_other_kinds_are_said_by_their_names(name: str) -> None:
+    noun = DOUBTFUL[name]
+    said = [f"read 1 pictures with the names of {noun}, such as {name}: `exclude` leaves files out"] if noun else []
+    assert notes_on_names(["1.png", "2.png", "3.png", name], "pictures") == said
+    assert notes_on_names([name], "pictures") == [], "if there are no others"
+
+
+def test_pictures_that_are_not_downloaded_are_said(tmp_path: Path) -> None:
+    save(tmp_path, "1.jpg|.2.jpg|.3.jpg.icloud")
+    cloud, hidden = FileFolder(tmp_path).notes
+    assert cloud == "left out 1 files that are not downloaded from iCloud, such as .3.jpg.icloud"
+    assert hidden.startswith("left out 1 hidden files")

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tifffile
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
@@ -12,7 +13,7 @@ from rectified_flow.data.mirroring import names_side, unmirrored_words
 from rectified_flow.data.sources.folder import FileFolder
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.data.store_writer import open_store
-from rectified_flow.data.survey import channel_note, suits_nearest, survey
+from rectified_flow.data.survey import suits_nearest, survey
 from rectified_flow.errors import UsageError
 
 GENERATOR = np.random.default_rng(0)
@@ -116,6 +117,66 @@ def test_transparent_pictures_are_named_and_not_trained_on_alone(alpha: bool, tm
     assert dataset.info.notes.count("2 pictures are wholly transparent, such as 0.png") == 1
 
 
+def test_what_is_left_out_and_why_is_said(tmp_path: Path) -> None:
+    for number in range(6):
+        save(tmp_path / "pics", f"{number}.png", noise(8, 8, 3))
+    source = FileFolder(tmp_path / "pics")
+    notes = dict[tuple[int, int | None], list[str]]()
+    for excluded, limit in ((0, None), (2, None), (0, 4), (2, 3), (2, 4)):
+        exclude = [f"{number}.png" for number in range(excluded)]
+        path = open_store(source, Framing(8, 8), cache_dir=tmp_path / "cache", exclude=exclude, limit=limit)
+        notes[excluded, limit] = [
+            note for note in ImageDataset(path).info.notes if "exclude" in note or "limit" in note
+        ]
+    assert notes == {
+        (0, None): [],
+        (2, None): ["left out 2 images by `exclude`"],
+        (0, 4): ["read 4 of 6 images, spread over all: their `limit` is 4"],
+        (2, 3): ["left out 2 images by `exclude`", "read 3 of 4 images, spread over all: their `limit` is 3"],
+        (2, 4): ["left out 2 images by `exclude`"],
+    }
+
+
+def test_alpha_with_another_meaning_is_said(tmp_path: Path) -> None:
+    for name, alpha in (("gloss", noise(8, 8, 1, most=120) + 40), ("icon", np.zeros((8, 8, 1), np.uint8))):
+        alpha[2:4] = 255
+        save(tmp_path / "pics", f"{name}.png", np.concatenate([noise(8, 8, 3), alpha], axis=2))
+    said = "1 picture is partly transparent in most of the area, so that white shows through (`alpha` keeps the fourth"
+    for alpha in (False, True):
+        notes = opened(tmp_path / "pics", Framing(8, 8, alpha)).info.notes
+        assert [note.startswith(said) for note in notes].count(True) == (not alpha)
+
+
+@pytest.mark.parametrize("suffix", ["gif", "webp", "png"])
+def test_an_animation_shows_its_first_frame_with_a_picture(suffix: str, tmp_path: Path) -> None:
+    red, empty = Image.new("RGBA", (8, 8), "red"), Image.new("RGBA", (8, 8))
+    red.paste("blue", (0, 0, 8, 4))
+    (tmp_path / "pics").mkdir()
+    frames = [empty, Image.new("RGBA", (8, 8), "white"), red, empty]
+    frames[0].save(tmp_path / f"pics/1.{suffix}", save_all=True, append_images=frames[1:], lossless=True)
+    save(tmp_path / "pics", "2.png", noise(8, 8, 3))
+    dataset = opened(tmp_path / "pics", Framing(8, 8))
+    assert dataset[0]["images"][:, [0, 7], 0].T.tolist() == [[0, 0, 255], [255, 0, 0]]
+    assert (
+        f"1 picture is of a file with several pages or frames, of which one is read, such as 1.{suffix}"
+        in dataset.info.notes
+    )
+
+
+def test_other_pages_of_a_file_are_said(tmp_path: Path) -> None:
+    pages = [Image.fromarray(noise(8, 8, 3)) for _ in range(3)]
+    (tmp_path / "pics").mkdir()
+    pages[0].save(tmp_path / "pics/1.tif", save_all=True, append_images=pages[1:])
+    pages[0].save(tmp_path / "pics/2.jpg", "MPO", save_all=True, append_images=pages[1:])
+    with tifffile.TiffWriter(tmp_path / "pics/3.tif") as file:
+        file.write(noise(8, 8, 3), photometric="rgb")
+        file.write(noise(4, 4, 3), photometric="rgb", subfiletype=1)
+    dataset = opened(tmp_path / "pics", Framing(8, 8))
+    assert dataset[0]["images"].permute(1, 2, 0).tolist() == np.asarray(pages[0]).tolist()
+    said = [note for note in dataset.info.notes if "of which one is read" in note]
+    assert said == ["1 picture is of a file with several pages or frames, of which one is read, such as 1.tif"]
+
+
 @pytest.mark.parametrize(
     ("framing", "kept", "is_said"),
     [
@@ -180,23 +241,6 @@ def test_a_few_other_pictures_do_not_decide(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "is_found"),
-    [
-        (["A_C0.tif", "A_C1.tif", "B_C0.tif", "B_C1.tif"], True),
-        (["x/s1_ch00.tif", "x/s1_ch01.tif"], True),
-        (["A01_w1.TIF", "A01_w2.TIF", "A02_w1.TIF", "A02_w2.TIF"], True),
-        (["A_C0.tif", "B_C0.tif"], False),
-        (["A_C0.tif", "A_C1.tif", *(f"photo {number}.jpg" for number in range(9))], False),
-        (["c1.png", "cat_2.png", "cat_3.png"], False),
-    ],
-)
-def test_files_of_single_channels_are_found_by_their_names(names: list[str], is_found: bool) -> None:
-    note = channel_note(names)
-    assert (note is not None) == is_found
-    assert note is None or f"such as {names[0]} and {names[1]}, and each is read" in note
-
-
-@pytest.mark.parametrize(
     "text",
     [
         *("left", "turn_Left", "turnRight", "links abbiegen", "ein rechtes Auge", "tourner \u00e0 gauche"),
@@ -220,6 +264,7 @@ def test_other_words_name_no_side(text: str) -> None:
         (["A", "b", "C"], {}, "the classes are digits or letters, such as A"),
         (["zero", "one"], {}, "the classes are digits or letters, such as zero"),
         (["digit_0", "digit_1"], {}, "the classes are digits or letters, such as digit_0"),
+        (["#", "a", "U+0041", "uni0042"], {}, "the classes are digits or letters, such as #"),
         (["cat", "dog"], {"text": ["a cat", None, "a cat on the left"]}, "1 texts of the column text name a side"),
         (["cat"], {"text": [["a cat", "left of it"], []]}, "1 texts of the column text name a side"),
         (["cat", "7"], {"text": ["a cat"] * 200 + ["right"]}, None),

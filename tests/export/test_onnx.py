@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rectified_flow.condition import LARGEST, AugmentationLabels, Labels, Number, Picture, with_map
-from rectified_flow.errors import RunError
+from rectified_flow.errors import RunError, UsageError
 from rectified_flow.export import onnx
 from rectified_flow.export.call import MODEL_FILE
 from rectified_flow.export.onnx import load_program
+from rectified_flow.exportable import Exportable
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.flow_map import FlowMap
 from rectified_flow.flows.mean import MeanFlow
@@ -214,3 +215,19 @@ def test_a_program_that_differs_is_not_written(
     with pytest.raises(RunError, match=r"the program differs from the flow by .* more than 0.0001"):
         call("export.py", "--checkpoint", tmp_path)
     assert {path.name for path in (tmp_path / "exported").iterdir()} == {OUTPUTS_MANIFEST, ".manifest.lock"}
+
+
+class OfTwo(nn.Module):
+    """A network whose batches have two items."""
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        return x * t.view(2, 1, 1, 1)
+
+
+def test_a_network_with_a_fixed_batch_is_refused(tmp_path: Path) -> None:
+    flow = RectifiedFlow(OfTwo(), space=Pixels((3, 8, 8)))  # type: ignore[arg-type]
+    inputs = {"x": torch.zeros(2, 3, 8, 8), "t": torch.zeros(2)}
+    for checks in ([], [{name: each[:1] for name, each in inputs.items()}]):  # in the export, and before it
+        exported = Exportable(MODEL_FILE, flow.network, inputs, [("batch", None)], checks)
+        with pytest.raises(UsageError, match=r"^the flow cannot be written as ONNX \(.*\): its forward must accept"):
+            onnx.converted("flow", exported, half=False)

@@ -135,7 +135,8 @@ def test_values_are_rounded_and_clipped_when_they_are_written(tmp_path: Path) ->
 
 @pytest.mark.parametrize(("shape", "channels"), [((3, 9, 12), 3), ((9, 12, 3), 3), ((64, 128, 128), 64), ((9, 12), 1)])
 def test_the_axis_of_channels_is_the_short_one(tmp_path: Path, shape: tuple[int, ...], channels: int) -> None:
-    save(tmp_path / "a.npy", np.zeros(shape, np.uint8))
+    for name in ("a.npy", "b.npy"):
+        save(tmp_path / name, np.zeros(shape, np.uint8))
     folder = FieldFolder(tmp_path)
     assert len(folder.load(0)[0]) == folder.format.channels == channels
     words = f"{channels} channel{'s' * (channels > 1)} of uint8"
@@ -316,13 +317,21 @@ def test_padding_is_nan_or_the_smallest_value() -> None:
     assert whole[0, [0, 3]].tolist() == [[5] * 4] * 2
 
 
-@pytest.mark.parametrize("shape", [(500, 28, 28), (50, 32, 32), (20, 28, 28)])
+def test_a_few_planes_are_one_picture(tmp_path: Path) -> None:
+    save(tmp_path / "x.npy", np.zeros((4, 20, 30), np.uint8))
+    assert FieldFolder(tmp_path).format.channels == 4
+    save(tmp_path / "x.npy", np.zeros((9, 20, 30), np.uint8))
+    save(tmp_path / "y.npy", np.zeros((9, 20, 30), np.uint8))
+    assert FieldFolder(tmp_path).format.channels == 9, "as many as in another file"
+
+
+@pytest.mark.parametrize("shape", [(500, 28, 28), (50, 32, 32), (20, 28, 28), (100, 784), (9, 20, 30)])
 def test_a_stack_of_pictures_is_refused_with_both_readings(tmp_path: Path, shape: tuple[int, ...]) -> None:
     save(tmp_path / "x.npy", np.zeros(shape, np.uint8))
     readings = f"save {shape[0]} pictures of .* px in {shape[0]} files .* or pass channels_last=False"
     with pytest.raises(UsageError, match=readings):
         FieldFolder(tmp_path)
-    assert FieldFolder(tmp_path, channels_last=False).format.channels == shape[0]
+    assert FieldFolder(tmp_path, channels_last=False).format.channels == (shape[0] if len(shape) == 3 else 1)
     save(tmp_path / "x.npy", np.zeros((50, 32, 32, 3), np.uint8))
     with pytest.raises(UsageError, match="in 50 files, one for each item"):
         FieldFolder(tmp_path)

@@ -13,7 +13,8 @@ from rectified_flow.flows.times import LogitNormal, Uniform
 from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.checkpoint import CONFIG_FILE, FLOW_FILE, STATE_FILE, RunIdentity, TrainerFile
-from rectified_flow.runs.folder import choose_checkpoint, describe_run
+from rectified_flow.runs.folder import check_start, choose_checkpoint, describe_run, prepare_folders
+from rectified_flow.system.artifact import claimed_names
 
 
 def unet(**settings: Any) -> Unet:
@@ -80,3 +81,26 @@ def test_changes_that_are_allowed_are_reported(tmp_path: Path) -> None:
         "warning: the global batch was 8 and is now 16: the run changes",
         "warning: the precision was float32 and is now bf16: the run changes",
     ]
+
+
+def test_the_check_of_a_start_leaves_nothing_behind(tmp_path: Path) -> None:
+    config = TrainingConfig(output_dir=tmp_path / "new/run")
+    check_start(config)
+    (tmp_path / "mine").mkdir()
+    check_start(TrainingConfig(output_dir=tmp_path / "mine", checkpoint_dir=tmp_path / "else/checkpoints"))
+    assert [path.name for path in tmp_path.rglob("*")] == ["mine"]
+    (tmp_path / "file").touch()
+    (tmp_path / "mine/data.png").touch()
+    (tmp_path / "theirs/checkpoints").mkdir(parents=True)
+    (tmp_path / "theirs/checkpoints/best").touch()
+    for name, words in {
+        "file": "`output_dir` .*file cannot be written",
+        "file/run": "`output_dir` .*file/run cannot be written",
+        "x" * 300: "x is too long: choose a shorter name",
+        "mine": "data.png would be overwritten, and this project did not write it",
+        "theirs": "checkpoints/best would be overwritten, and this project did not write it",
+    }.items():
+        with pytest.raises(UsageError, match=words):
+            check_start(TrainingConfig(output_dir=tmp_path / name))
+    prepare_folders(config)
+    assert claimed_names(config.output_dir) >= {CONFIG_FILE, "samples"}

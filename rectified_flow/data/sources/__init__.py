@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,11 +11,21 @@ from rectified_flow.data.framing import Framing
 from rectified_flow.errors import UsageError
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.spaces.space import Space
-from rectified_flow.system.pictures import decoded, framed, is_grey, is_wholly_transparent, upright_size
+from rectified_flow.system.pictures import (
+    decoded,
+    framed,
+    has_frames,
+    is_grey,
+    is_hazy,
+    is_wholly_transparent,
+    upright_size,
+)
 
 Row = np.ndarray[Any, np.dtype[Any]]
 TRANSPARENT = "wholly transparent"
 TOO_WIDE = "cropped to half of the area or less (`aspect_ratio` and `crop` none keep more)"
+HAZY = "partly transparent in most of the area, so that white shows through (`alpha` keeps the fourth channel)"
+FRAMES = "of a file with several pages or frames, of which one is read"
 COLOURED = "coloured, but trained on in grey because of `grey`"
 MIN_KEPT = 0.5  # share of the area of a picture up to which its crop is reported
 
@@ -42,10 +51,12 @@ class PictureRows:
     def fit(self, image: Any) -> Fitted:
         """Return the row of a Pillow image that is not decoded yet."""
         size, framing = upright_size(image), self.framing
-        is_nearest = framing.resize == "nearest"
+        is_nearest, several = framing.resize == "nearest", has_frames(image)
         image = decoded(image, None if is_nearest else 2 * max(framing.stored_size), framing.bits)
         remarks = {
             TRANSPARENT: is_wholly_transparent(image),
+            HAZY: not framing.alpha and is_hazy(image),
+            FRAMES: several,
             TOO_WIDE: framing.kept(*size) <= MIN_KEPT,
             COLOURED: framing.grey and not is_grey(image),
         }
@@ -54,9 +65,9 @@ class PictureRows:
         planes = np.asarray(row)[None] if framing.grey else np.asarray(row).transpose(2, 0, 1)
         return Fitted(planes, size, tuple(text for text, applies in remarks.items() if applies))
 
-    def add(self, row: Row) -> None:
-        """Take note of a row that is written."""
-        self.census.add(row)
+    def add(self, row: Row, *, is_repeated: bool = False) -> None:
+        """Take note of a row that is written, which may be equal to an earlier one."""
+        self.census.add(row, is_repeated=is_repeated)
 
     def notes(self, names: Sequence[str]) -> list[str]:
         """Return sentences about the rows that were written, whose images have these names in their source."""
@@ -114,10 +125,12 @@ class ImageSource(ABC):
         return {}
 
     def column_names(self) -> list[str]:
-        """Return the names of the columns; none if the table is faulty, as training may not use it."""
-        with suppress(UsageError):
+        """Return the names of the columns; none, and a note, if the table is faulty, as training may not use it."""
+        try:
             return [*self.read_table()]
-        return []
+        except UsageError as error:
+            self.notes = [*self.notes, f"columns for conditions are not read: {error}"]
+            return []
 
     @property
     def space(self) -> Space:

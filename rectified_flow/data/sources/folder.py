@@ -4,43 +4,28 @@ import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
-from hashlib import blake2b
-from math import inf
 from os.path import commonpath
 from pathlib import Path
-from stat import S_ISREG
-from time import monotonic
 from typing import Any, ClassVar
 
 from typing_extensions import override
 
 from rectified_flow.data.sources import ImageSource
-from rectified_flow.data.sources.kinds import COMPANIONS, OTHER_FORMATS, PICTURES, companions, without_repeats
-from rectified_flow.data.tables import TABLE_SUFFIXES, TEXT_SUFFIXES, read_metadata
+from rectified_flow.data.sources.kinds import CLOUD, COMPANIONS, OTHER_FORMATS, PICTURES, companions, without_repeats
+from rectified_flow.data.sources.listing import Listing, files_fingerprint, list_folder
+from rectified_flow.data.sources.name_notes import notes_on_names
+from rectified_flow.data.tables import TABLE_SUFFIXES, read_metadata
 from rectified_flow.errors import UsageError
 from rectified_flow.system.files import printable
 from rectified_flow.system.pictures import IMAGE_SUFFIXES, PLUGIN_HINT, content_of, open_picture
-from rectified_flow.system.terminal import warn_once
 
-SILENT_LISTING = 5.0  # time after which a line says that the files of a folder are still being listed [s]
-BYPRODUCTS = {
-    *("@eadir", "@recycle", "@recently-snapshot", "@__thumb", "@tmp", "#recycle", "#snapshot", "$recycle.bin"),
-    *("recycler", "system volume information", "__macosx", "lost+found", "network trash folder", "temporary items"),
-    *("files_trashbin", "__pycache__", "node_modules"),
-}
-"""Folders that photo servers, file servers and systems create, in lower case; names with a dot in front are others."""
 SPLITS = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("validation", "valid", "val", "dev", "eval", "evaluation"), "validation"),
     **dict.fromkeys(("test", "testing", "pred", "prediction"), "test"),
 }
 """Words in the names of subfolders for the splits of a dataset."""
-SAMPLED, BLOCK = 256, 4096
-"""Largest number of files whose contents are part of the fingerprint of a folder, and size of a part [bytes]."""
-
-
-UNREMARKABLE = {*TABLE_SUFFIXES, *TEXT_SUFFIXES, ".jsonl", ".db", ".ini", ".md", ".htm", ".html", ".log", ".lock"}
+UNREMARKABLE = {*TABLE_SUFFIXES, ".db", ".ini", ".md", ".htm", ".html", ".log", ".lock"}
 """Suffixes of files beside pictures that are read, or that a person does not take for pictures."""
 SHOWN_SUFFIXES = 4  # number of unknown suffixes in a note, the most frequent first
 
@@ -54,6 +39,7 @@ class FileFolder(ImageSource):
     Args:
         path: the folder.
         split: the split to read if subfolders have the names of splits.
+        listing: the files below the folder, if they are known.
     """
 
     notes: list[str]
@@ -64,13 +50,15 @@ class FileFolder(ImageSource):
     kind: ClassVar[str] = "pictures"
     """Name of the files in the plural."""
 
-    def __init__(self, path: Path, *, split: str = "train") -> None:
-        self.path, self.name, self.notes, left_out = path, printable(path.name), [], list[Path]()
-        everything = find_files(path, left_out)
+    def __init__(self, path: Path, *, split: str = "train", listing: Listing | None = None) -> None:
+        self.path, self.name, self.notes = path, printable(path.name), []
+        everything, left_out = list_folder(path) if listing is None else listing
         found = [file for file in everything if file.suffix.lower() in self.suffixes]
         others = [file for file in everything if file.suffix.lower() in self.other_suffixes]
         known = {*self.suffixes, *self.other_suffixes, *UNREMARKABLE}
-        self._note("hidden files, by-products of systems, or unreadable folders", left_out)
+        clouds = [file for file in left_out if file.suffix == CLOUD]
+        self._note("files that are not downloaded from iCloud", clouds)
+        self._note("hidden files, by-products of systems, or unreadable folders", [*({*left_out} - {*clouds})])
         self._note(f"files of other formats ({PLUGIN_HINT})", others)
         self._note_unknown([file for file in everything if file.suffix.lower() not in known])
         if not found:
@@ -83,10 +71,10 @@ class FileFolder(ImageSource):
         self._note_rest(root, sorted({*found} - {*files}))
         if root != path:
             self.notes.append(f"read the {self.kind} in {printable(root)}, whose subfolders, if any, are the classes")
-        suffixes = {*TABLE_SUFFIXES, *TEXT_SUFFIXES, ".jsonl"}
-        self._texts, self._root = [file for file in everything if file.suffix.lower() in suffixes], root
+        self._texts, self._root = [file for file in everything if file.suffix.lower() in TABLE_SUFFIXES], root
         self.fingerprint = files_fingerprint(path, self.files)
         self.class_names, self._labels = self._find_classes(root)
+        self.notes += notes_on_names([*map(self.name_of, range(len(self)))], self.kind)
 
     def _without_companions(self, files: list[Path]) -> list[Path]:
         """Return the files without those that belong to another, such as masks and copies, with a note on each kind."""
@@ -153,11 +141,11 @@ class FileFolder(ImageSource):
 
     @override
     def name_of(self, index: int) -> str:
-        return printable(self.files[index].relative_to(self.path))
+        return printable(str(self.files[index]).removeprefix(os.path.join(self.path, "")))
 
     @override
     def read_table(self) -> dict[str, list[Any]]:
-        return read_metadata(self._texts, self.files, self._root, self.notes)
+        return read_metadata(self._texts, self.files, self.path, self._root, self.notes)
 
     def _note(self, what: str, files: Sequence[Path]) -> None:
         """Add a note on files that are not read, if there are any."""
@@ -211,68 +199,3 @@ def _split_of(name: str) -> str | None:
     """Return the split that a word in a name stands for, as in ``train2017`` or ``testA``."""
     words = re.split("[^a-z]+", re.sub("(?<=[a-z])[AB]$", "", name).lower())
     return next((SPLITS[word] for word in words if word in SPLITS), None)
-
-
-def is_image(file: Path) -> bool:
-    """Return whether a file has the name of an image that can be read."""
-    return file.suffix.lower() in IMAGE_SUFFIXES
-
-
-def find_files(folder: Path, left_out: list[Path] | None = None) -> list[Path]:
-    """Return all files below ``folder``, sorted, without hidden files, by-products of systems, and their folders.
-
-    Links are followed, but each real folder is visited once: under its own name rather than that of a link. Hidden
-    pictures, and the folders that are left out or cannot be read, are added to ``left_out``.
-    """
-    files, visited, unreadable = list[Path](), set[str](), list[OSError]()
-    other = [] if left_out is None else left_out
-    silent_until = monotonic() + SILENT_LISTING
-    for parent, folders, names in os.walk(folder, followlinks=True, onerror=unreadable.append):
-        if (real := os.path.realpath(parent)) in visited:
-            folders.clear()
-            continue
-        visited.add(real)
-        if monotonic() > silent_until:
-            warn_once(f"still listing the files of {folder}, now in {parent}: Ctrl-C stops it")
-            silent_until = inf
-        other += [Path(parent, name) for name in folders if is_byproduct(name)]
-        other += [path for name in names if is_byproduct(name) and is_image(path := Path(parent, name))]
-        kept = [name for name in folders if not is_byproduct(name)]
-        folders[:] = sorted(kept, key=lambda name: (os.path.islink(os.path.join(parent, name)), name))
-        files += [Path(parent, name) for name in names if not is_byproduct(name)]
-    other += [Path(error.filename) for error in unreadable]
-    return sorted(files)
-
-
-def is_byproduct(name: str) -> bool:
-    """Return whether a file or folder is hidden, or a by-product of a system, by its name."""
-    return name.startswith(".") or name.lower() in BYPRODUCTS or name.lower().endswith(".lrdata")
-
-
-def files_fingerprint(folder: Path, files: Sequence[Path]) -> str:
-    """Hash the place of ``folder``, the path of each file in it, its size and its times, and parts of some contents.
-
-    The time of the last change of status is among the times: unlike the time of modification, programs cannot set it.
-    The contents are for file systems that keep no such time. Only some files are opened, since opening each of 200,000
-    files takes minutes on a disk or a network file system whose cache is cold.
-    """
-    digest, regular, beginning = blake2b(os.fsencode(os.path.realpath(folder)), digest_size=16), [], f"{folder}{os.sep}"
-    for path in map(str, files):
-        identity: tuple[int, ...] = ()  # of a link that leads nowhere
-        with suppress(OSError):
-            found = os.stat(path)
-            identity = found.st_size, found.st_mtime_ns, found.st_ctime_ns
-            if S_ISREG(found.st_mode):
-                regular.append((path, found.st_size))
-        digest.update(os.fsencode(f"{path.removeprefix(beginning)}\0{identity}\n"))
-    for path, size in regular[:: 1 + len(regular) // SAMPLED]:
-        digest.update(_sample(path, size))
-    return digest.hexdigest()
-
-
-def _sample(path: str, size: int) -> bytes:
-    """Return the first, the middle and the last bytes of a file of ``size`` bytes; none if it cannot be read."""
-    with suppress(OSError), open(path, "rb", buffering=0) as file:
-        middle, end = max(0, (size - BLOCK) // 2), max(0, size - BLOCK)
-        return b"".join(os.pread(file.fileno(), BLOCK, start) for start in sorted({0, middle, end}))
-    return b""

@@ -2,6 +2,7 @@
 
 import io
 import logging
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +13,7 @@ from PIL import Image
 from typing_extensions import override
 
 from rectified_flow.data.sources import ImageSource
-from rectified_flow.data.sources.folder import files_fingerprint, find_files
+from rectified_flow.data.sources.listing import files_fingerprint, find_files, is_image
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.system.files import printable
 from rectified_flow.system.pictures import content_of, open_picture
@@ -115,7 +116,8 @@ class HuggingFaceSource(ImageSource):
 
     @override
     def column_names(self) -> list[str]:
-        return [*self._rows.remove_columns(_columns(self._rows, "Image")).features]
+        columns = self._rows.remove_columns(_columns(self._rows, "Image")).features
+        return [name for name in columns if name != self._label_column]  # which has the classes
 
     @cached_property
     def _image_column(self) -> str:
@@ -169,7 +171,7 @@ class HuggingFaceSource(ImageSource):
         """Load the split without changing its columns."""
         import datasets
 
-        table = find_dataset_file(self.source) if isinstance(self.source, Path) else None
+        table = find_dataset_file(self.source, find_files(self.source)) if isinstance(self.source, Path) else None
         if isinstance(self.source, str):
             logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
             datasets.config.HF_HUB_OFFLINE |= not _hub_answers(self.source)  # loads the cached copy without retries
@@ -240,11 +242,29 @@ def _hub_answers(dataset: str) -> bool:
     return True
 
 
-def find_dataset_file(folder: Path) -> Path | None:
-    """Return a file that makes ``folder`` a dataset in one of the hub's layouts; None for a folder of image files."""
+def find_dataset_file(folder: Path, files: Sequence[Path]) -> Path | None:
+    """Return a file that makes a folder a dataset in one of the hub's layouts; None for a folder of image files.
+
+    Args:
+        folder: the folder.
+        files: all files below it.
+    """
     saved = [folder / name for name in SAVED_TO_DISK if (folder / name).exists()]
-    tables = [file for file in find_files(folder) if file.suffix in TABLE_SUFFIXES]
+    tables = [file for file in files if file.suffix in TABLE_SUFFIXES]
+    if tables and any(map(is_image, files)) and all(map(_has_no_bytes, tables)):
+        tables = []  # tables about the pictures beside them
     return next(iter(saved + tables), None)
+
+
+def _has_no_bytes(table: Path) -> bool:
+    """Return whether a Parquet file has no column that may hold pictures."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    with suppress(pa.ArrowException, OSError):
+        may_hold = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_nested)
+        return not any(holds(field.type) for field in parquet.read_schema(table) for holds in may_hold)
+    return False
 
 
 def _true_names(dataset: str, class_names: list[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Tables of names of files and folders that are left out of training, or that differ from the names of their classes.
+"""Tables of names of files and folders that are left out or mentioned, or that differ from the names of their classes.
 
 A new kind is a row here and a row in ``tests/data/test_kinds.py``.
 """
@@ -36,6 +36,32 @@ PICTURES = {
 """Subfolders with the pictures of a dataset, in lower case, beside those of :data:`COMPANIONS`."""
 
 
+CLOUD = ".icloud"
+"""Suffix of the hidden file in place of one that is not downloaded from iCloud."""
+DOUBTFUL_FOLDERS = {
+    **dict.fromkeys(("originals", "original", "unedited", "masters"), "originals of edited pictures"),
+    **dict.fromkeys(("rejected", "rejects", "reject", "deleted", "trash", "discarded", "removed"), "rejected pictures"),
+    **dict.fromkeys(("bad", "blurry", "duplicates", "dupes", "unsorted", "todo"), "rejected pictures"),
+    **dict.fromkeys(
+        ("samples", "out", "output", "outputs", "results", "generated", "predictions"), "outputs of a program"
+    ),
+    **dict.fromkeys(("checkpoints", "runs", "figures", "plots", "screenshots"), "outputs of a program"),
+    **dict.fromkeys(("docs", "doc", "assets", "static", "media", "resources"), "parts of a document"),
+    **dict.fromkeys(
+        ("derivatives", "cache", "small", "resized", "lowres", "web", "thumbnails"), "copies of another size"
+    ),
+    **dict.fromkeys(("backup", "backups", "bak", "old", "archive", "archived"), "backups"),
+}
+"""Subfolders that may hold other pictures than those of a dataset, in lower case, and a noun for the pictures."""
+DOUBTFUL_NAMES = {
+    "overviews": r"contact.?sheet|collage|montage|sprite.?sheet|(?:^|[-_ ])(?:grid|atlas)[-_ \d.]|^(?:folder|cover)\.",
+    "temporary files": r"(?:^|[-_ ])(?:temp|tmp)[-_ ]",
+    "logos or avatars": r"(?:^|[-_ ])(?:logo|banner|favicon|avatar|spacer|placeholder|profile.?pic|watermark)[-_ \d.]",
+    "plots or charts": r"(?:^|[-_ ])(?:plot|loss|histogram|confusion.?matrix|colou?r.?checker|grey.?card)[-_ \d.]",
+}
+"""Nouns for pictures that may be unlike the others, and a regular expression of the names of their files."""
+
+
 class Beside(NamedTuple):
     """A kind of file whose name is that of a picture beside it with an addition."""
 
@@ -49,11 +75,14 @@ class Beside(NamedTuple):
 
 BESIDE = (
     Beside(r"[-_. ](?:masklabel|condlabel|masks?|seg|segmentation|labels?|gt|matte|trimap)(?:_\d+)?$", "masks"),
-    Beside(r"[-_.](?:depth|normals?|disparity)$", "maps of depth or of normals"),
-    Beside(r"[-_.](?:thumb|thumbnail|preview)$|-\d+x\d+$|@[23]x$", "copies of another size"),
+    Beside(r"[-_.](?:depth|normals?|disparity)(?:_\d+)?$", "maps of depth or of normals"),
+    Beside(r"[-_](?:superpixels|parts?_\d+|labelids|instanceids)$", "masks"),
+    Beside(r"(?:\.\w{3,4})?[-_.](?:thumb|thumbnail|preview|small|tn)$|-\d+x\d+$|@[23]x$", "copies of another size"),
     Beside(r"[-_ ](?:edited|bearbeitet|modifi\u00e9|editado|modificato|bewerkt)(?:\(\d+\))?$", "edited copies", True),
     Beside(r" ?\(\d+\)$|(?: -)? (?:copy|copie|kopie|copia)(?: ?\(?\d+\)?)?$", "copies", True),
     Beside(r"~\d+$|(?<=IMG_)E(?=\d+$)", "edited copies", True),
+    Beside(r"(?<![^/])copy of ", "copies", True),
+    Beside(r" \([^()/]*conflicted copy[^()/]*\)$|\.sync-conflict-[^./]*$", "conflicting copies", True),
 )
 """Masks of trainers and of medical datasets; thumbnails of websites; copies of photo libraries, phones and systems."""
 ADDITION = re.compile("|".join(f"({kind.addition})" for kind in BESIDE), re.IGNORECASE)
