@@ -8,6 +8,7 @@ default, so that a program prints its help at once.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeGuard, TypeVar, get_type_hints
 
@@ -71,7 +72,7 @@ class Flags:
 
     def __post_init__(self) -> None:
         changed = [each for each in fields(self) if not is_default(getattr(self, each.name), each.default)]
-        hints = get_type_hints(type(self), include_extras=True) if changed else {}
+        hints = _hints(type(self)) if changed else {}
         for each in changed:
             value = validated(quoted(flag_name(each.name)), [getattr(self, each.name)], hints[each.name])
             if _PART in getattr(hints[each.name], "__metadata__", ()) and not name_of(value):
@@ -79,14 +80,21 @@ class Flags:
             object.__setattr__(self, each.name, value)
 
 
+@cache
+def _hints(group: type) -> Mapping[str, object]:
+    """Return the annotations of a class by name; evaluating them takes some milliseconds."""
+    return get_type_hints(group, include_extras=True)
+
+
 def default_is(text: str) -> object:
     """Annotate a flag whose default is None with the default in words for the help."""
     return tyro.conf.arg(help_behavior_hint=lambda own: f"(default: {text if own in ('None', '') else own})")
 
 
-def flag_types(config_class: "type[DataclassInstance]") -> dict[str, object]:
+@cache
+def flag_types(config_class: "type[DataclassInstance]") -> Mapping[str, object]:
     """Return the annotations of all flags by name, also of nested groups."""
-    kinds, hints = dict[str, object](), get_type_hints(config_class, include_extras=True)
+    kinds, hints = dict[str, object](), _hints(config_class)
     for each in fields(config_class):
         kind = hints[each.name]
         nested = isinstance(kind, type) and is_dataclass(kind)
@@ -94,7 +102,8 @@ def flag_types(config_class: "type[DataclassInstance]") -> dict[str, object]:
     return kinds
 
 
-def rules_of(config_class: "type[DataclassInstance]") -> dict[str, Rule]:
+@cache
+def rules_of(config_class: "type[DataclassInstance]") -> Mapping[str, Rule]:
     """Return the rules of all flags by name."""
     notes = {name: getattr(hint, "__metadata__", ()) for name, hint in flag_types(config_class).items()}
     return {name: next((each for each in of if isinstance(each, Rule)), Rule()) for name, of in notes.items()}
@@ -114,9 +123,10 @@ def values_of(config: "DataclassInstance") -> dict[str, object]:
     return values
 
 
-def defaults_of(config_class: "type[DataclassInstance]") -> dict[str, object]:
+@cache
+def defaults_of(config_class: "type[DataclassInstance]") -> Mapping[str, object]:
     """Return the defaults of all flags by name, as their groups declare them."""
-    defaults, hints = dict[str, object](), get_type_hints(config_class)
+    defaults, hints = dict[str, object](), _hints(config_class)
     for each in fields(config_class):
         kind = hints[each.name]
         nested = isinstance(kind, type) and is_dataclass(kind)

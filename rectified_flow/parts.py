@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -103,10 +104,12 @@ def choose_named(flag: str, base: type, text: str) -> Any:
 
 def validated(name: str, candidates: Sequence[object], hint: Any) -> Any:
     """Return the first candidate that fits the annotation ``hint``, as a value of its type."""
-    from pydantic import ConfigDict, TypeAdapter, ValidationError
+    from pydantic import ValidationError
 
-    # In a tuple, as pydantic takes no rules for a dataclass alone.
-    adapter = TypeAdapter(tuple[hint], config=ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False))
+    try:
+        adapter = _adapter(hint)
+    except TypeError:  # an annotation of a part of one's own may have a list in it
+        adapter = _adapter.__wrapped__(hint)
     for candidate in candidates:
         try:
             [value] = adapter.validate_python((candidate,))
@@ -116,6 +119,14 @@ def validated(name: str, candidates: Sequence[object], hint: Any) -> Any:
             return usable_path(name, value) if isinstance(value, Path) else value
     requirement = problem["msg"].partition(" should ")[2] or problem["msg"]
     raise UsageError(f"{name} is {str(problem['input'])[:LONGEST]}; it must {requirement}")
+
+
+@cache
+def _adapter(hint: Any) -> Any:
+    from pydantic import ConfigDict, TypeAdapter
+
+    # In a tuple, as pydantic takes no rules for a dataclass alone.
+    return TypeAdapter(tuple[hint], config=ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False))
 
 
 def arguments_from(group: object, names: Sequence[str], target: Callable[..., object]) -> dict[str, object]:

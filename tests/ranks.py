@@ -1,6 +1,7 @@
 """Run a function on several ranks of a real process group, in a fraction of a second.
 
-A fork server imports everything once. The ranks fork from it and use a file as their store, so no ports are involved.
+A fork server imports and prepares everything once, see :mod:`tests.warm`. The ranks fork from it and use a file as
+their store, so no ports are involved.
 What hangs ends after :data:`~tests.patience.PATIENCE`: the process group, each rank with a stack dump, and the parent,
 which kills all ranks.
 """
@@ -25,11 +26,14 @@ _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(
     [
         "torch", "torch.distributed", "torch._dynamo", "torch._decomp.decompositions_for_jvp", "torch.utils.data",
-        "torch.nn.parallel", "torch.optim", "torchvision.utils", "accelerate", "accelerate.data_loader", "datasets",
-        "ema_pytorch", "safetensors.torch", "matplotlib.figure", "pydantic", "tyro", "typeguard", "pytest",
+        "torch.nn.parallel", "torch.optim", "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
+        "torchvision.utils", "accelerate", "accelerate.data_loader", "datasets", "ema_pytorch", "safetensors.torch",
+        "matplotlib.figure", "pydantic", "tyro", "typeguard", "pytest", "einops._torch_specific", "transformers",
         "torchmetrics.image.fid", "torchmetrics.image.kid", "efficientnet_lite_pytorch",
         "rectified_flow.cli.programs", "rectified_flow.cli.train", "rectified_flow.cli.sample",
-        "rectified_flow.cli.evaluate", "rectified_flow.training.trainer", "tests.training.runs", "tests.frozen",
+        "rectified_flow.cli.evaluate", "rectified_flow.cli.export", "rectified_flow.training.trainer",
+        "tests.programs", "tests.training.runs", "tests.contract.kinds", "tests.test_docs", "tests.test_user_files",
+        "tests.warm",
     ]
 )  # fmt: skip
 

@@ -13,7 +13,7 @@ import tifffile
 from filelock import FileLock
 from PIL import Image
 
-from tests.programs import program
+from tests.programs import constant_speed, program
 from tests.ranks import run_on_ranks
 from tests.text.tiny_encoder import write_encoder
 
@@ -341,7 +341,10 @@ def words(kind: Kind, flags: str, data: Path, output_dir: Path) -> list[str]:
 
 
 def train(kind: Kind, data: Path, output_dir: Path) -> None:
-    """Train on this rank; the program must not end well on several ranks, so the function that it calls does."""
+    """Train on this rank; the program must not end well on several ranks, so the function that it calls does.
+
+    The speed of the kind is measured where the program trains it on one process.
+    """
     from rectified_flow.cli.settings import read_settings
     from rectified_flow.cli.train import train
     from rectified_flow.cli.training_flags import OneStepConfig, TrainConfig
@@ -349,7 +352,8 @@ def train(kind: Kind, data: Path, output_dir: Path) -> None:
     for module in kind.imports:
         import_module(module)
     config = TrainConfig if kind.program == "train_oxford.py" else OneStepConfig
-    assert train(read_settings(config, "", words(kind, f"{SCHEDULE} {kind.flags}", data, output_dir)))
+    with constant_speed():
+        assert train(read_settings(config, "", words(kind, f"{SCHEDULE} {kind.flags}", data, output_dir)))
 
 
 def sample(kind: Kind, flags: list[str]) -> None:
