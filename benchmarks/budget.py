@@ -263,7 +263,7 @@ def table(rows: Sequence[Result]) -> str:
     ]
     for row in rows:
         steps, changes = " + ".join(map(str, row.steps)), " + ".join(map(str, row.changes))
-        plan = "; ".join(text for topic in ("pictures", "time", "length") for text in row.plan.get(topic, ()))
+        plan = "; ".join(text for topic in ("time", "length") for text in row.plan.get(topic, ()))
         figures = f"{row.seconds:,.0f} | **{row.ratio:.2f}** | {row.load:.1f} | {steps} | {changes}"
         words = SITUATIONS[row.situation].words
         lines.append(f"| {row.budget} | {row.situation}: {words} | {row.pictures:,} | {figures} | {plan} |")
