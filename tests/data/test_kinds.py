@@ -151,6 +151,7 @@ GROUPS = {
     "maps of textures": ("w_albedo.png|w_ao.png|w_height.png|w_metal.png|w_rough.png", "albedo, ao, height, metal, ...",
                          "w_albedo.png|w_ao.png"),
     "copies with a watermark": ("a.jpg|a_wm.jpg|b.jpg|b_wm.jpg", "none, wm", "a.jpg|a_wm.jpg"),
+    "scales of icons": ("i@1x.png|i@2x.png|i@3x.png", "1x, 2x, 3x", "i@1x.png|i@2x.png"),
     "views in front of the name": ("top_1.png|side_1.png|top_2.png|side_2.png", "side, top", "side_1.png|top_1.png"),
     "classes in front of the name": ("cat.0.jpg|cat.1.jpg|dog.0.jpg|dog.1.jpg", "cat, dog", "cat.0.jpg|dog.0.jpg"),
     "serial numbers behind a word": ("IMG-WA1.jpg|IMG-WA2.jpg|IMG-WA3.jpg|v-page_1.jpg|v-page_2.jpg", "", ""),
