@@ -131,8 +131,8 @@ def test_what_is_left_out_and_why_is_said(tmp_path: Path) -> None:
     assert notes == {
         (0, None): [],
         (2, None): ["left out 2 images by `exclude`"],
-        (0, 4): ["read 4 of 6 images, spread over all: their `limit` is 4"],
-        (2, 3): ["left out 2 images by `exclude`", "read 3 of 4 images, spread over all: their `limit` is 3"],
+        (0, 4): ["read 4 of 6 images, spread over all of them, by their `limit`"],
+        (2, 3): ["left out 2 images by `exclude`", "read 3 of 4 images, spread over all of them, by their `limit`"],
         (2, 4): ["left out 2 images by `exclude`"],
     }
 
