@@ -31,7 +31,7 @@ SYMBOL = re.compile(
     re.IGNORECASE,
 )
 """The name of a class of digits, letters or signs, in words or as a number of Unicode."""
-FEWEST_SYMBOLS = 8  # number of files with such names below which their names mean nothing
+FEWEST_FILES = 8  # number of files with such names below which their names mean nothing
 MIN_NAMED = 0.01  # least share of captions that name a side: a single "right" among thousands may mean anything
 
 
@@ -45,12 +45,11 @@ def unmirrored_words(
         captions: texts of the pictures by column.
         stems: names of the files without folders and suffixes.
     """
-    if (
-        len(stems) >= FEWEST_SYMBOLS
-        and all(map(SYMBOL.fullmatch, stems))
-        and not all(stem.isdecimal() for stem in stems)
-    ):
+    if len(stems) >= FEWEST_FILES and all(map(SYMBOL.fullmatch, stems)) and not all(stem.isdecimal() for stem in stems):
         return f"the files have the names of letters or signs, such as {stems[0]}"
+    sided = [stem for stem in stems if names_side(stem)]
+    if len(sided) >= max(FEWEST_FILES, len(stems) / 2):
+        return f"{len(sided):,} files name a side, such as {sided[0]}"
     if len(class_names) > 1 and all(SYMBOL.fullmatch(name) for name in class_names):
         return f"the classes are digits or letters, such as {class_names[0]}"
     for name in class_names:

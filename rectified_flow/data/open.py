@@ -118,8 +118,7 @@ class Pictures:
         needless = {f"{name} {column}": bool(column) for name, column in self._columns.items()}
         refuse(needless if table is None else {}, f"is for tables, and {folder} is a folder of files: leave it out")
         if reader is not None:
-            typed = typed_options("space", reader, options)
-            return cast(ImageSource, reader(folder, split=self.split, listing=listing, **typed))
+            return cast(ImageSource, reader(folder, split=self.split, **typed_options("space", reader, options)))
         if table is not None:
             return HuggingFaceSource(folder, self.split, **self._columns)
         source = FileFolder(folder, split=self.split, listing=listing)

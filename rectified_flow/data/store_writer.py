@@ -197,14 +197,7 @@ def open_store(
     with store.claimed(REMEDY) as is_missing:
         if is_missing:
             with store.building():
-                numbers = source.numbers_without(exclude, limit)
-                count = len(source) - len({*exclude})
-                notes = [f"left out {len({*exclude}):,} images by `exclude`"] if exclude else []
-                if len(numbers) < count:
-                    notes.append(
-                        f"read {len(numbers):,} of {count:,} images, spread over all: their `limit` is {limit:,}"
-                    )
-                _build(store, source, numbers, source.rows(framing), skip_broken_images, notes)
+                _build(store, source, source.rows(framing), exclude, limit, skip_broken_images)
     return store.path
 
 
@@ -236,12 +229,13 @@ def _store_of(
 def _build(
     store: StoreWriter,
     source: ImageSource,
-    numbers: Sequence[int],
     rows: PictureRows,
+    exclude: Sequence[str],
+    limit: int | None,
     skip_broken_images: bool,
-    notes: Sequence[str],
 ) -> None:
-    """Decode the images with the given numbers into the store, and note the names and sizes of the originals."""
+    """Decode the images that are left into the store, and note the names and sizes of the originals."""
+    numbers, chosen = source.numbers_without(exclude, limit), source.notes_on_choice(exclude, limit)
 
     def decode(index: int) -> tuple[Fitted, int] | None:
         """Return the row of an image, and its class or -1; None if it is broken."""
@@ -288,7 +282,9 @@ def _build(
         raise UsageError(f"all {len(kept)} pictures of {source.name} are {TRANSPARENT}: save them with visible pixels")
     # The census counts transparent rows, if they have an alpha channel.
     shown = [what for what in remarked if what != TRANSPARENT or not rows.framing.alpha]
-    noted = [counted_sentence(len(remarked[what]), what, remarked[what][0]) for what in shown]
+    noted = [f"skipped {len(broken):,} broken images; the first is {each}" for each in broken[:1]]
+    noted += [counted_sentence(len(equal), "equal to an earlier one", each) for each in equal[:1]]
+    noted += [counted_sentence(len(remarked[what]), what, remarked[what][0]) for what in shown]
     originals, labels = zip(*kept, strict=True)
     names, table = [original.name for original in originals], source.column_names()  # which may add a note
     (store.stage / ORIGINALS_FILE).write_text(json.dumps(originals))
@@ -299,13 +295,7 @@ def _build(
         class_names=list(source.class_names) if min(labels) >= 0 else [],
         skipped=broken,
         framing=asdict(rows.framing),
-        notes=[*source.notes, *notes, *_notes(broken, equal), *noted, *rows.notes(names)],
+        notes=[*source.notes, *chosen, *noted, *rows.notes(names)],
         table=table,
         **rows.info(source.name, {original[1:] for original in originals}),
     )
-
-
-def _notes(broken: Sequence[str], equal: Sequence[str]) -> list[str]:
-    """Return sentences about images that were left out as broken, and about those that equal another."""
-    notes = [f"skipped {len(broken):,} broken images; the first is {each}" for each in broken[:1]]
-    return notes + [counted_sentence(len(equal), "equal to an earlier one", each) for each in equal[:1]]

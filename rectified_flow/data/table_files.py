@@ -27,6 +27,8 @@ smallest share of rows that name a picture."""
 MOST_BYTES, SHORT, STRINGS = 2**28, 2**20, 500
 """Size above which a JSON file is not read, size below which it is read whatever it begins with [bytes], and number of
 texts in its beginning among which the name of a picture is looked for."""
+REMARKS = re.compile(r"\A(?:#.*\n)+")
+"""Lines in front of a table, such as those of ``words.txt`` in the IAM dataset."""
 STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 
 
@@ -48,8 +50,8 @@ def read_rows(path: Path, names: PictureNames) -> list[Row] | None:
 
 def _of_text(path: Path, names: PictureNames) -> list[Row] | None:
     """Return the rows of a text with separators."""
-    layout = layout_of(_head_of(path), names, path.parent)
-    return None if layout is None else rows_of(path, _separated_rows(read_text(path), layout))
+    layout = layout_of(REMARKS.sub("", _head_of(path)), names, path.parent)
+    return None if layout is None else rows_of(path, _separated_rows(REMARKS.sub("", read_text(path)), layout))
 
 
 def _of_lines(path: Path, names: PictureNames) -> list[Row] | None:

@@ -147,8 +147,7 @@ def seek_visible(image: Image.Image) -> None:
     with suppress(EOFError):  # there are no more frames
         for number in range(MOST_FRAMES):
             image.seek(number)
-            shown = over_white(image)
-            if any(low != high for low, high in shown.getextrema()):
+            if np.ptp(np.asarray(over_white(image)), axis=(0, 1)).any():
                 return
     image.seek(0)
 

@@ -53,3 +53,4 @@ def test_a_program_advises_no_flag_that_it_lacks(
 def test_a_message_names_the_flag_that_stands_for_an_argument() -> None:
     config = "rectified_flow.cli.model_flags:SampleConfig"
     assert programs._flag_of(config, "dataset_path") == "--nearest"
+    assert programs._flag_of("rectified_flow.cli.training_flags:TrainConfig", "limit") == "--max_train_samples"

@@ -19,7 +19,8 @@ from rectified_flow.cli.data import flags_of_files
 from rectified_flow.cli.training_flags import DataConfig
 from rectified_flow.data.open import open_dataset, space_of_folder
 from rectified_flow.data.sources import listing
-from rectified_flow.data.sources.folder import FileFolder, find_files
+from rectified_flow.data.sources.folder import FileFolder
+from rectified_flow.data.sources.listing import find_files
 from rectified_flow.data.store import pair_by_name
 from rectified_flow.errors import UsageError
 from rectified_flow.measurements.files import read_field

@@ -66,6 +66,8 @@ CASES: dict[str, tuple[dict[str, str], dict[str, list[Any]]]] = {
     ),
     "lines of Tesseract": ({"IMG_0.gt.txt": "some words"}, {"text": ["some words", None, None, None]}),
     "a list with blanks": ({"list.txt": "IMG_0.JPG 3\nIMG_1.JPG  4\n"}, {"text": ["3", "4", None, None]}),
+    "lines of remarks": ({"w.txt": "#\n# all words\nIMG_0 ok 7\nIMG_1 err 8\n"}, {"column_2": ["ok", "err", None, None],
+                                                                                "column_3": ["7", "8", None, None]}),
     "captions behind a blank": (
         {"c.txt": "IMG_0.JPG a red cat\nIMG_1.JPG two dogs\n"}, {"text": ["a red cat", "two dogs", None, None]}
     ),

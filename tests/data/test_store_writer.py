@@ -9,8 +9,8 @@ from typing import Any
 import datasets
 import huggingface_hub
 import numpy as np
-import pyarrow  # type: ignore[import-untyped]
-import pyarrow.parquet  # type: ignore[import-untyped]
+import pyarrow
+import pyarrow.parquet
 import pytest
 from PIL import Image
 

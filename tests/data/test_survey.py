@@ -131,8 +131,8 @@ def test_what_is_left_out_and_why_is_said(tmp_path: Path) -> None:
     assert notes == {
         (0, None): [],
         (2, None): ["left out 2 images by `exclude`"],
-        (0, 4): ["read 4 of 6 images, spread over all: their `limit` is 4"],
-        (2, 3): ["left out 2 images by `exclude`", "read 3 of 4 images, spread over all: their `limit` is 3"],
+        (0, 4): ["read 4 of 6 images, spread over all of them, by their `limit`"],
+        (2, 3): ["left out 2 images by `exclude`", "read 3 of 4 images, spread over all of them, by their `limit`"],
         (2, 4): ["left out 2 images by `exclude`"],
     }
 
@@ -142,9 +142,9 @@ def test_alpha_with_another_meaning_is_said(tmp_path: Path) -> None:
         alpha[2:4] = 255
         save(tmp_path / "pics", f"{name}.png", np.concatenate([noise(8, 8, 3), alpha], axis=2))
     said = "1 picture is partly transparent in most of the area, so that white shows through (`alpha` keeps the fourth"
-    for alpha in (False, True):
-        notes = opened(tmp_path / "pics", Framing(8, 8, alpha)).info.notes
-        assert [note.startswith(said) for note in notes].count(True) == (not alpha)
+    for is_kept in (False, True):
+        notes = opened(tmp_path / "pics", Framing(8, 8, is_kept)).info.notes
+        assert [note.startswith(said) for note in notes].count(True) == (not is_kept)
 
 
 @pytest.mark.parametrize("suffix", ["gif", "webp", "png"])
@@ -278,3 +278,20 @@ def test_words_that_a_mirror_image_makes_false(
 ) -> None:
     found = unmirrored_words(classes, captions)
     assert found == reason if reason is None else (found or "").startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("stems", "reason"),
+    [
+        ([*"abcdefgh"], "the files have the names of letters or signs, such as a"),
+        ([f"uni004{digit}" for digit in range(8)], "the files have the names of letters or signs, such as uni0040"),
+        ([f"{number}_{side}" for number in range(4) for side in ("left", "right")], "8 files name a side, such as 0_l"),
+        ([f"{number}_left" for number in range(8)] + [f"{number}" for number in range(9)], None),
+        ([*"abc"], None),
+        ([*"0123456789"], None),
+        ([f"photo {number}" for number in range(8)], None),
+    ],
+)
+def test_names_of_files_may_speak_against_mirror_images(stems: list[str], reason: str | None) -> None:
+    found = unmirrored_words([], {}, stems)
+    assert found == reason or (reason is not None and str(found).startswith(reason))

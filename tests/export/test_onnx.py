@@ -225,7 +225,7 @@ class OfTwo(nn.Module):
 
 
 def test_a_network_with_a_fixed_batch_is_refused(tmp_path: Path) -> None:
-    flow = RectifiedFlow(OfTwo(), space=Pixels((3, 8, 8)))  # type: ignore[arg-type]
+    flow = RectifiedFlow(OfTwo(), space=Pixels((3, 8, 8)))
     inputs = {"x": torch.zeros(2, 3, 8, 8), "t": torch.zeros(2)}
     for checks in ([], [{name: each[:1] for name, each in inputs.items()}]):  # in the export, and before it
         exported = Exportable(MODEL_FILE, flow.network, inputs, [("batch", None)], checks)

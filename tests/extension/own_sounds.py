@@ -14,7 +14,8 @@ from torch.nn.functional import pad
 from rectified_flow import DataFacts, Medium, Space, UsageError, register
 from rectified_flow.data.framing import Framing
 from rectified_flow.data.sources import Fitted, PictureRows
-from rectified_flow.data.sources.folder import FileFolder, is_image
+from rectified_flow.data.sources.folder import FileFolder
+from rectified_flow.data.sources.listing import is_image
 from rectified_flow.registry import describe
 
 DECADES = 4

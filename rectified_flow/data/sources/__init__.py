@@ -120,6 +120,14 @@ class ImageSource(ABC):
         # The first ones might all be of one class, as folders are read in the order of their names.
         return kept if limit is None or limit >= len(kept) else [kept[n * len(kept) // limit] for n in range(limit)]
 
+    def notes_on_choice(self, exclude: Sequence[str], limit: int | None) -> list[str]:
+        """Return sentences about the images that :meth:`numbers_without` leaves out."""
+        count = len(self) - len({*exclude})
+        notes = [f"left out {len({*exclude}):,} images by `exclude`"] if exclude else []
+        if limit is not None and limit < count:
+            notes.append(f"read {limit:,} of {count:,} images, spread over all of them, by their `limit`")
+        return notes
+
     def read_table(self) -> Mapping[str, Sequence[Any]]:
         """Return the columns beside the images, a value for each image."""
         return {}

@@ -56,9 +56,9 @@ class FileFolder(ImageSource):
         found = [file for file in everything if file.suffix.lower() in self.suffixes]
         others = [file for file in everything if file.suffix.lower() in self.other_suffixes]
         known = {*self.suffixes, *self.other_suffixes, *UNREMARKABLE}
-        clouds = [file for file in left_out if file.suffix == CLOUD]
-        self._note("files that are not downloaded from iCloud", clouds)
-        self._note("hidden files, by-products of systems, or unreadable folders", [*({*left_out} - {*clouds})])
+        self._note("files that are not downloaded from iCloud", [file for file in left_out if file.suffix == CLOUD])
+        hidden = [file for file in left_out if file.suffix != CLOUD]
+        self._note("hidden files, by-products of systems, or unreadable folders", hidden)
         self._note(f"files of other formats ({PLUGIN_HINT})", others)
         self._note_unknown([file for file in everything if file.suffix.lower() not in known])
         if not found:

@@ -21,7 +21,9 @@ OTHER_FORMATS = OTHER_SUFFIXES | {
 COMPANIONS = {
     **dict.fromkeys(("label", "labels", "mask", "masks", "annotation", "annotations", "gt"), "labels"),
     **dict.fromkeys(("ground_truth", "groundtruth", "segmentation", "segmentations", "depth"), "labels"),
-    **dict.fromkeys(("segmentationclass", "segmentationobject", "bbox", "bboxes", "json"), "labels"),
+    **dict.fromkeys(("segmentationclass", "segmentationobject", "bbox", "bboxes", "json", "anno"), "labels"),
+    **dict.fromkeys(("gtfine", "gtcoarse", "1st_manual", "2nd_manual", "celebamask-hq-mask-anno"), "labels"),
+    **dict.fromkeys(("images_2", "images_4", "images_8"), "smaller scales"),
     **dict.fromkeys(("reg", "regs", "regularization", "regularisation", "regularization_images"), "regularisation"),
     **dict.fromkeys(("class_images", "class_data", "class_dir"), "regularisation"),
     **dict.fromkeys(("conditioning", "conditioning_images", "conditioning_image", "control"), "conditioning"),
@@ -31,7 +33,7 @@ COMPANIONS = {
 subfolders is a class."""
 PICTURES = {
     *("image", "images", "img", "imgs", "jpegimages", "pictures", "photos"),
-    *("instance_images", "instance_data", "instance_dir"),
+    *("instance_images", "instance_data", "instance_dir", "leftimg8bit", "celeba-hq-img"),
 }
 """Subfolders with the pictures of a dataset, in lower case, beside those of :data:`COMPANIONS`."""
 

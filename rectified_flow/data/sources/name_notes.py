@@ -61,8 +61,8 @@ def group_note(names: Collection[str]) -> str | None:
 
 
 def _has_words(parts: Collection[str]) -> bool:
-    """Return whether parts of names differ in more than serial numbers."""
-    return len({re.sub(r"\d+", "", part) for part in parts}) > 1
+    """Return whether parts of names, each with a suffix, differ in more than the serial numbers at their ends."""
+    return len({re.sub(r"\d+(?=\.[^.]*$)", "", part) for part in parts}) > 1
 
 
 def _note_on(parts: Sequence[str], example: Sequence[str]) -> str:
