@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeGuard, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeGuard, TypeVar, get_type_hints
 
 import tyro
 from annotated_types import Ge, Gt, Interval, Le, Lt
@@ -81,7 +81,7 @@ class Flags:
 
 
 @cache
-def _hints(group: type) -> Mapping[str, object]:
+def _hints(group: Any) -> Mapping[str, object]:
     """Return the annotations of a class by name; evaluating them takes some milliseconds."""
     return get_type_hints(group, include_extras=True)
 
@@ -91,7 +91,6 @@ def default_is(text: str) -> object:
     return tyro.conf.arg(help_behavior_hint=lambda own: f"(default: {text if own in ('None', '') else own})")
 
 
-@cache
 def flag_types(config_class: "type[DataclassInstance]") -> Mapping[str, object]:
     """Return the annotations of all flags by name, also of nested groups."""
     kinds, hints = dict[str, object](), _hints(config_class)
@@ -102,7 +101,6 @@ def flag_types(config_class: "type[DataclassInstance]") -> Mapping[str, object]:
     return kinds
 
 
-@cache
 def rules_of(config_class: "type[DataclassInstance]") -> Mapping[str, Rule]:
     """Return the rules of all flags by name."""
     notes = {name: getattr(hint, "__metadata__", ()) for name, hint in flag_types(config_class).items()}
@@ -123,7 +121,6 @@ def values_of(config: "DataclassInstance") -> dict[str, object]:
     return values
 
 
-@cache
 def defaults_of(config_class: "type[DataclassInstance]") -> Mapping[str, object]:
     """Return the defaults of all flags by name, as their groups declare them."""
     defaults, hints = dict[str, object](), _hints(config_class)
