@@ -6,9 +6,9 @@ belongs to this machine. Nothing here imports torch, and pydantic is imported on
 default, so that a program prints its help at once.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeGuard, TypeVar, get_type_hints
 
@@ -80,10 +80,8 @@ class Flags:
             object.__setattr__(self, each.name, value)
 
 
-@cache
-def _hints(group: Any) -> Mapping[str, object]:
-    """Return the annotations of a class by name; evaluating them takes some milliseconds."""
-    return get_type_hints(group, include_extras=True)
+_hints: Callable[[Any], dict[str, Any]] = cache(partial(get_type_hints, include_extras=True))
+"""Returns the annotations of a class by name; evaluating them takes some milliseconds."""
 
 
 def default_is(text: str) -> object:
