@@ -69,7 +69,8 @@ class Flags:
 
     def __post_init__(self) -> None:
         changed = [each for each in fields(self) if not is_default(getattr(self, each.name), each.default)]
-        hints = _hints(type(self)) if changed else {}
+        kind: object = type(self)  # mypy takes the class of a dataclass for unhashable
+        hints = _hints(kind) if changed else {}
         for each in changed:
             value = validated(quoted(flag_name(each.name)), [getattr(self, each.name)], hints[each.name])
             if _PART in getattr(hints[each.name], "__metadata__", ()) and not name_of(value):
@@ -88,8 +89,7 @@ def default_is(text: str) -> Any:
     return tyro.conf.arg(help_behavior_hint=lambda own: f"(default: {text if own in ('None', '') else own})")
 
 
-@cache
-def flag_types(config_class: Any) -> Mapping[str, Any]:
+def flag_types(config_class: Any) -> dict[str, Any]:
     """Return the annotations of all flags by name, also of nested groups."""
     kinds, hints = dict[str, Any](), _hints(config_class)
     for each in fields(config_class):
@@ -99,8 +99,7 @@ def flag_types(config_class: Any) -> Mapping[str, Any]:
     return kinds
 
 
-@cache
-def rules_of(config_class: Any) -> Mapping[str, Rule]:
+def rules_of(config_class: type) -> dict[str, Rule]:
     """Return the rules of all flags by name."""
     notes = {name: getattr(hint, "__metadata__", ()) for name, hint in flag_types(config_class).items()}
     return {name: next((each for each in of if isinstance(each, Rule)), Rule()) for name, of in notes.items()}
@@ -115,8 +114,7 @@ def values_of(config: Any) -> dict[str, Any]:
     return values
 
 
-@cache
-def defaults_of(config_class: Any) -> Mapping[str, Any]:
+def defaults_of(config_class: Any) -> dict[str, Any]:
     """Return the defaults of all flags by name, as their groups declare them."""
     defaults, hints = dict[str, Any](), _hints(config_class)
     for each in fields(config_class):
@@ -144,7 +142,7 @@ def plain(config: Any, *, paths: bool = True) -> dict[str, Any]:
     return {name: as_plain(value, name) for name, value in values if paths or not isinstance(value, Path)}
 
 
-def flag_of(config_class: Any, argument: str) -> str | None:
+def flag_of(config_class: type, argument: str) -> str | None:
     """Return the name of the flag for an argument that a message names; None if the program has none."""
     rules = rules_of(config_class)
     return next((name for name, rule in rules.items() if argument in (name, rule.stands_for)), None)
