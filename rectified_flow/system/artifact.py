@@ -94,6 +94,7 @@ def claim(folder: Path, names: Iterable[str], *, proven: bool = False) -> None:
         names: the names, each of a file, a subfolder, or a file in a subfolder such as ``flow/pipeline.py``.
         proven: the caller has another proof that existing files of these names are this project's.
     """
+    check_claim(folder, [])  # before a lock is made, which would be a file in a checkpoint
     paths = list(names)
     names = list(dict.fromkeys(path.partition("/")[0] for path in paths))
     with writing(folder / OUTPUTS_MANIFEST), locked(folder, "manifest"):

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import torch
 from accelerate import PartialState
 from PIL import Image
 
-from rectified_flow.cli import facts, plan, reading
+from rectified_flow.cli import choices, facts, plan, reading
 from rectified_flow.cli.data import build_space, find_data
 from rectified_flow.cli.framing import FramedFlags, framing_of
 from rectified_flow.cli.record import with_record
@@ -41,6 +42,21 @@ def framed(folder: Path, words: str = "") -> tuple[Settings[TrainConfig], list[s
     flags = FramedFlags(values.data, values.source, values.init, values.columns.condition_on, settings.given)
     chosen, notes = framing_of(flags, data, found)
     return settings.resolving(chosen), notes
+
+
+@pytest.mark.parametrize("limited", [{}, {"max_train_samples": 1}])
+def test_a_limit_of_the_plan_is_said(tmp_path: Path, limited: dict[str, int]) -> None:
+    save(tmp_path / "pics/a.png", 16, 16, 3)
+    settings, _ = framed(tmp_path / "pics")
+    data, found = find_data(settings.values.data, settings.values.source, settings.values.columns)
+    assert isinstance(data, PictureData)
+    with (
+        patch.object(reading, "readable", lambda *_: limited),
+        patch.object(train, "with_recipe", lambda given, *_: given),
+    ):
+        settings, notes = choices.with_pictures(settings, data, found, "1h")
+    said = "the plan chose `limit`, as reading all pictures takes too much of the time"
+    assert (said in notes) == bool(limited) == (settings.origin("max_train_samples") == "plan")
 
 
 def test_grey_pictures_train_one_channel(tmp_path: Path) -> None:

@@ -139,10 +139,17 @@ def test_a_parquet_table_beside_pictures_has_their_columns(tmp_path: Path) -> No
     for number in range(3):
         (tmp_path / "00000").mkdir(exist_ok=True)
         Image.new("RGB", (8, 8), (0, number, 0)).save(tmp_path / f"00000/{number:09}.jpg")
-    table = pa.table({"url": ["u"] * 3, "key": [f"{number:09}" for number in range(3)], "caption": ["a", None, "b"]})
+    table = pa.table(
+        {
+            "url": ["u"] * 3,
+            "key": [f"{number:09}" for number in range(3)],
+            "caption": ["a", None, "b"],
+            "boxes": [[1.5]] * 3,
+        }
+    )
     parquet.write_table(table, tmp_path / "00000.parquet")
     opened = open_dataset("", tmp_path, image_size=8)
-    assert (len(opened), opened.info.table) == (3, ["url", "caption"])
+    assert (len(opened), opened.info.table) == (3, ["url", "caption", "boxes"])
     assert FileFolder(tmp_path).read_table()["caption"] == ["a", None, "b"]
 
 

@@ -258,13 +258,19 @@ def find_dataset_file(folder: Path, files: Sequence[Path]) -> Path | None:
 
 def _has_no_bytes(table: Path) -> bool:
     """Return whether a Parquet file has no column that may hold pictures."""
-    import pyarrow as pa
-    from pyarrow import parquet
+    from pyarrow import ArrowException, parquet
 
-    with suppress(pa.ArrowException, OSError):
-        may_hold = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_nested)
-        return not any(holds(field.type) for field in parquet.read_schema(table) for holds in may_hold)
+    with suppress(ArrowException, OSError):
+        return not any(_may_hold_bytes(field.type) for field in parquet.read_schema(table))
     return False
+
+
+def _may_hold_bytes(kind: Any) -> bool:
+    """Return whether values of a type of Arrow are bytes, or contain some."""
+    from pyarrow import types
+
+    inner = (kind.field(number).type for number in range(kind.num_fields))
+    return types.is_binary(kind) or types.is_large_binary(kind) or any(map(_may_hold_bytes, inner))
 
 
 def _true_names(dataset: str, class_names: list[str]) -> list[str]:
