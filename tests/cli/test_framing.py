@@ -52,7 +52,7 @@ def test_a_limit_of_the_plan_is_said(tmp_path: Path, limited: dict[str, int]) ->
     assert isinstance(data, PictureData)
     with (
         patch.object(reading, "readable", lambda *_: limited),
-        patch.object(train, "with_recipe", lambda given, *_: given),
+        patch.object(choices, "with_recipe", lambda given, *_: given),
     ):
         settings, notes = choices.with_pictures(settings, data, found, "1h")
     said = "the plan chose `limit`, as reading all pictures takes too much of the time"
