@@ -137,7 +137,11 @@ def planned(settings: Settings[TrainConfig], count: int, rate: Callable[[TrainCo
     if has_begun:
         return settings.values
     speed = lambda tried, *_: Speed(rate(tried.values))  # noqa: E731
-    with patch.object(choices, "speed_of", speed), patch.object(facts, "seconds_since", lambda _began: 0.0):
+    with (
+        patch.object(choices, "speed_of", speed),
+        patch.object(facts, "seconds_since", lambda _began: 0.0),
+        patch.object(facts, "is_bf16_faster", lambda: True),
+    ):
         values = settings.values
         has_length = "train_num_steps" in settings.fixed
         time = facts.budget_of(values.program) if values.is_planned and not has_length else None

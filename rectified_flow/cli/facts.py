@@ -3,10 +3,13 @@
 import os
 import time
 from collections.abc import Collection
+from functools import cache
 from math import inf
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from accelerate import PartialState
 from accelerate.utils import gather_object
 
@@ -82,10 +85,31 @@ def precisions(
     run: TrainingConfig, method: Method, fixed: Collection[str], stored: Recipe | None = None
 ) -> tuple[str | None, ...]:
     """Return the precisions that a plan may choose from, the safest one first; None is the default of the device."""
-    is_fixed = "mixed_precision" in fixed or "ACCELERATE_MIXED_PRECISION" in os.environ
-    if is_fixed or PartialState().device.type != "cpu" or method == "mean_flow":
+    state, is_fixed = PartialState(), "mixed_precision" in fixed or "ACCELERATE_MIXED_PRECISION" in os.environ
+    if is_fixed or state.device.type != "cpu" or method == "mean_flow":
         return (run.mixed_precision,)
-    return ("no", "bf16") if stored is None else ("bf16" if stored.precision == "bf16" else "no",)
+    if stored is not None:
+        return ("bf16" if stored.precision == "bf16" else "no",)
+    return ("no", "bf16") if on_main(state, is_bf16_faster) else ("no",)
+
+
+@cache
+def is_bf16_faster() -> bool:
+    """Return whether this CPU computes a small convolution faster in bf16.
+
+    CPUs without instructions for bf16 take up to 20 times as long, so steps of whole networks are not tried there.
+    """
+    inputs, weights = torch.ones(8, 48, 16, 16), torch.ones(48, 48, 3, 3)
+
+    def least_time(dtype: torch.dtype) -> float:
+        times, (x, kernel) = list[float](), (inputs.to(dtype), weights.to(dtype))
+        for _ in range(4):  # the first one prepares the kernel
+            began = time.perf_counter()
+            F.conv2d(x, kernel, padding=1)
+            times.append(time.perf_counter() - began)
+        return min(times)
+
+    return least_time(torch.bfloat16) < least_time(torch.float32)
 
 
 def training_speed(flow: Flow, run: TrainingConfig, path_points: int) -> Speed:

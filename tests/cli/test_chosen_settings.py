@@ -102,7 +102,7 @@ def test_the_size_is_chosen_by_the_speed_in_the_faster_precision(words: str, sid
         rate = 150.0 if tried.values.run.mixed_precision == "bf16" else 100.0
         return Speed(rate * (256 / tried.values.data.image_size) ** 2)
 
-    with patch.object(choices, "speed_of", speed):
+    with patch.object(choices, "speed_of", speed), patch.object(facts, "is_bf16_faster", lambda: True):
         assert recipe_of(words, OwnPictures([(256, 256)] * 2000)).data.image_size == side
 
 
@@ -279,13 +279,28 @@ def test_the_facts_of_a_run(kind: type[TrainConfig], words: str, expected: dict[
     settings: Settings[TrainConfig] = read_settings(kind, "", words.split())
     data = settings.values.data
     space = build_space(data) if data.starter in ("small", "Haar") else Pixels()
-    with patch.object(plan, "plan") as made, patch.object(facts, "network_of_origin", lambda *_: ({}, "")):
+    with (
+        patch.object(plan, "plan") as made,
+        patch.object(facts, "network_of_origin", lambda *_: ({}, "")),
+        patch.object(facts, "is_bf16_faster", lambda: True),
+    ):
         made.return_value = plan.Plan({}, {})
         choices.with_plan(settings, "1h", 800, {}, space)
     known = made.call_args.args[0]
     assert {name: getattr(known, name) for name in expected} == expected
     assert known.seconds == pytest.approx(3600, abs=30)  # but for the time since the flags were read
     assert (known.processes, known.device) == (1, "cpu")
+
+
+def test_bf16_is_not_tried_on_a_slow_processor() -> None:
+    PartialState()
+    for is_faster, precisions in ((False, ("no",)), (True, ("no", "bf16"))):
+        with patch.object(facts, "is_bf16_faster", lambda is_faster=is_faster: is_faster):
+            assert facts.precisions(TrainConfig().run, "rectified", ()) == precisions
+    facts.is_bf16_faster.cache_clear()
+    with patch.object(facts.time, "perf_counter", iter(range(100)).__next__):
+        assert not facts.is_bf16_faster(), "equal times"
+    facts.is_bf16_faster.cache_clear()
 
 
 @pytest.mark.parametrize(("rate", "width"), [(1.0, 32), (1e3, 128)])
