@@ -17,6 +17,7 @@ from rectified_flow.cli.checks import check_flags, check_items, check_sides, che
 from rectified_flow.cli.data import build_space, can_augment, find_data, flags_of_files
 from rectified_flow.cli.distill import DistillationData, open_distilled
 from rectified_flow.cli.framing import FramedFlags, framing_of
+from rectified_flow.cli.plan_document import write_plan
 from rectified_flow.cli.record import DATA_FLAGS, check_one_step, distillation_of, recorded_space, with_record
 from rectified_flow.cli.settings import Settings
 from rectified_flow.cli.training_flags import UNET, EvaluationConfig, OneStepConfig, TrainConfig
@@ -208,6 +209,7 @@ def train_settled(
         print_dry_run(values.run, flow, shown, _items_of(distilled, count))
         if data.has_pictures and distilled is None:
             write_sheet_of_dry_run(flow, pictures, words, values.run, mirrored=values.data.horizontal_flip)
+            write_plan(recorded(values), pictures, words)
         return True
     records: dict[str, Any] = {"data": describe(data), "flags": recorded(values)}
     if distilled is not None:
