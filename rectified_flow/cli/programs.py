@@ -263,6 +263,8 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "studio": studio,
 }
 """Programs by the first argument of :data:`COMMAND`; their scripts in a checkout have the names of the functions."""
+if not os.path.exists(os.path.join(os.path.dirname(__file__), os.pardir, "studio")):
+    del PROGRAMS["studio"]  # an optional folder
 
 
 def main() -> None:

@@ -31,8 +31,8 @@ class ChooseTabs:
 
     def __init__(self, runs: Path, run: gr.Dropdown, tabs: gr.Tabs) -> None:
         self.runs = runs
-        self.draft = gr.State("")
-        with gr.Tab("Pictures", id="pictures"):
+        with gr.Tab("Pictures", id="pictures", render_children=True):
+            self.draft = gr.State("")
             with gr.Row(equal_height=True):
                 with gr.Column(min_width=280):
                     label = "Drop pictures or a zip here"
@@ -50,7 +50,7 @@ class ChooseTabs:
             with gr.Accordion("Something other than pictures like these", open=False):
                 self.goal = gr.Radio([*GOALS], value=AS_THEY_ARE, label="What the generator learns")
                 self.source = gr.Textbox(label="Folder of the other pictures", visible=False)
-        with gr.Tab("Time", id="time"):
+        with gr.Tab("Time", id="time", render_children=True):
             self.name = gr.Textbox("first", label="Name of the run")
             least, most, info = (
                 commands.LEAST_MINUTES,

@@ -22,6 +22,8 @@ NAME = re.compile(r"[\w-][\w .-]{0,59}")
 LEAST_MINUTES, MOST_MINUTES = 3, 12 * 60
 TIMES = (3, 5, 8, 12, 20, 30, 45, 60, 90, 120, 180, 300, 480, 720)
 """Minutes that a training may take, from a coffee to a night."""
+LENGTHS = {"train_num_steps", "num_epochs"}
+"""Flags that give the length of a run in place of its time."""
 Values = Mapping[str, object]
 
 
@@ -49,8 +51,9 @@ def folder_path(text: str) -> Path:
 
 
 def train(run: Path, data: Values, minutes: float, further: Values) -> list[str]:
-    """Return the words that train a run on pictures for some minutes."""
-    return ["train", *command_line({**data, "budget": f"{minutes:g}m", **further, "output_dir": run})]
+    """Return the words that train a run on pictures for some minutes, unless a further setting gives its length."""
+    time = {} if LENGTHS.intersection(further) else {"budget": f"{minutes:g}m"}
+    return ["train", *command_line({**data, **time, **further, "output_dir": run})]
 
 
 def look(words: Sequence[str]) -> list[str]:

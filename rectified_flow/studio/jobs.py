@@ -30,6 +30,7 @@ JOB, KEEPER, PROCESS, ENDED, STOP, OUTPUT = (
     *("job.json", "keeper.json", "process.json", "ended.json"),
     *("stop", "output.txt"),
 )
+PROGRAM = (sys.executable, "-m", "rectified_flow")
 KEPT = 60  # number of ended jobs whose folders stay
 POLL = 0.25  # time between two looks of a keeper at its job [s]
 NICENESS = {"train": 10}
@@ -208,9 +209,10 @@ def _waits(job: Job) -> bool:
 
 def _run(job: Job) -> int:
     """Run the command of a job, and return its exit code. A request to stop becomes SIGTERM, once."""
-    words = [sys.executable, "-m", "rectified_flow", *job.command.words]
     with (job.folder / OUTPUT).open("ab") as output:
-        process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            [*PROGRAM, *job.command.words], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+        )
     with suppress(psutil.Error, OSError):
         os.setpriority(os.PRIO_PROCESS, process.pid, NICENESS.get(job.command.kind, 0))
     with suppress(psutil.Error):  # it may have ended already

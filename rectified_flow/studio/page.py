@@ -15,7 +15,7 @@ FONTS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"]
 EVERY = 1.0  # time between two looks at the disk [s]
 HEAD = '<div class="head"><h1>Studio</h1><p>Pictures in, a generator out. Everything stays on this machine.</p></div>'
 CSS = """
-.gradio-container { max-width: 960px !important; margin: 0 auto !important; }
+.gradio-container { width: 100% !important; max-width: 960px !important; margin: 0 auto !important; }
 .head h1 { font-size: 1.5rem; font-weight: 650; margin: .75rem 0 0; }
 .head p { margin: .1rem 0 .25rem; color: var(--body-text-color-subdued); }
 .card { border: 1px solid var(--border-color-primary); border-left: 4px solid var(--color-accent);

@@ -24,7 +24,7 @@ class PlayTab:
 
     def __init__(self, runs: Path, run: gr.Dropdown) -> None:
         self.runs = runs
-        with gr.Tab("Play", id="play"):
+        with gr.Tab("Play", id="play", render_children=True):
             self.card = gr.HTML()
 
             @gr.render(inputs=run)

@@ -29,7 +29,7 @@ class TakeTab:
         self.runs = runs
         self.cards: dict[str, gr.HTML] = {}
         self.files: dict[str, gr.DownloadButton] = {}
-        with gr.Tab("Take away", id="take"):
+        with gr.Tab("Take away", id="take", render_children=True):
             for form, (title, text) in FORMS.items():
                 with gr.Group():
                     gr.Markdown(f"### {title}\n{text}")

@@ -50,11 +50,12 @@ def unpack(file: Path, folder: Path) -> None:
         UsageError: if the archive is broken, has a password, names files outside of the folder, or does not fit.
     """
     try:
-        with zipfile.ZipFile(file) as archive, writing(folder, UsageError):
+        with zipfile.ZipFile(file) as archive:
             members = [each for each in archive.infolist() if not each.is_dir()]
             check_members(file.name, members, shutil.disk_usage(folder).free)
-            for member in members:
-                archive.extract(member, folder)
+            with writing(folder, UsageError):
+                for member in members:
+                    archive.extract(member, folder)
     except (zipfile.BadZipFile, zlib.error, RuntimeError, NotImplementedError, EOFError, ValueError, OSError) as error:
         if isinstance(error, UsageError):
             raise
