@@ -43,10 +43,10 @@ class ChooseTabs:
                     flowers = gr.Button("Try it with drawn flowers")
             self.seen = gr.HTML()
             self.on = gr.Button("Next: the time", variant="primary", visible=False, elem_id="next")
+            label, info = "Draw by", "What you can ask the generator for."
+            self.columns = gr.CheckboxGroup([], label=label, info=info, visible=False, interactive=True)
             label = "Some of the pictures, as the network gets them"
             self.sheet = gr.Image(label=label, interactive=False, visible=False, buttons=["fullscreen"])
-            self.facts = gr.HTML()
-            self.columns = gr.CheckboxGroup([], label="Draw by", visible=False, interactive=True, elem_id="columns")
             with gr.Accordion("Something other than pictures like these", open=False):
                 self.goal = gr.Radio([*GOALS], value=AS_THEY_ARE, label="What the generator learns")
                 self.source = gr.Textbox(label="Folder of the other pictures", visible=False)
@@ -70,7 +70,7 @@ class ChooseTabs:
         }
         everything = [self.draft, *self.choices.values()]
         self.inputs = [self.draft, self.name]
-        self.outputs = [self.seen, self.on, self.sheet, self.facts, self.columns, self.plan, self.go, self.same]
+        self.outputs = [self.seen, self.on, self.sheet, self.columns, self.plan, self.go, self.same]
         self.restored = [*everything, *self.outputs]
         looked = [self.draft, self.name]
         act(files.upload, self.take_files, [files, *everything], [*looked, self.folder, files])
@@ -180,14 +180,13 @@ class ChooseTabs:
     def _plan(self, job: jobs.Job, plan: views.Document) -> Updates:
         """Return what a finished look shows: the sheet, the facts and the plan."""
         classes, columns, facts = (views.texts(plan, name) for name in ("classes", "columns", "words"))
-        sheet, wait = views.printed(job.output, views.SHEET), views.wait_of(self.runs)
+        sheet, wait = views.sheet_of(job), views.wait_of(self.runs)
         ticks = [(f"class: {', '.join(classes[:6])}{', ...' * (len(classes) > 6)}", CLASSES)] * bool(classes)
         ticks += [(column, column) for column in columns if column not in ("label", "labels")]
-        text = views.plan_words(plan, 60 * float(str(job.command.choices["minutes"])), wait)
+        text = views.plan_words(plan, commands.seconds_of(job, wait))
         return {
             self.seen: views.card(f"{plan['pictures']:,} pictures to train on", tone="good"),
-            self.sheet: gr.update(value=sheet, visible=sheet is not None),
-            self.facts: views.listed(facts),
+            self.sheet: gr.update(value=sheet, visible=sheet is not None, alt_text=". ".join(facts)),
             self.columns: gr.update(choices=ticks, visible=bool(ticks)),
             self.plan: views.card(text, "Another run trains; this one will wait in line." * bool(wait), tone="good"),
         }

@@ -61,6 +61,12 @@ def look(words: Sequence[str]) -> list[str]:
     return [*words, *command_line({"dry_run": True})]
 
 
+def seconds_of(job: Job, wait: float) -> float | None:
+    """Return the seconds until a training is ready that begins after a wait; None if a setting gives its length."""
+    choices = job.command.choices
+    return None if any(choices.get(name) for name in LENGTHS) else wait + 60 * float(str(choices["minutes"]))
+
+
 def without_look(job: Job, name: str) -> list[str]:
     """Return the words of the training that a look is about, under a name."""
     *words, folder, _ = job.command.words

@@ -48,10 +48,10 @@ class Further:
     def _add(self, name: str, text: str, choices: Sequence[str]) -> None:
         label = name.replace("_", " ")
         if choices:
-            menu = gr.Dropdown(["", *choices], value="", label=label, info=text)
+            menu = gr.Dropdown(["", *choices], value="", label=label, info=text, elem_id=f"set-{name}")
             self.fields[name], change = menu, menu.input
         else:
-            written = gr.Textbox("", label=label, info=text)
+            written = gr.Textbox("", label=label, info=text, elem_id=f"set-{name}")
             self.fields[name], change = written, written.blur
         self.changes.append(change)
 

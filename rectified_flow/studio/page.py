@@ -16,6 +16,8 @@ EVERY = 1.0  # time between two looks at the disk [s]
 HEAD = '<div class="head"><h1>Studio</h1><p>Pictures in, a generator out. Everything stays on this machine.</p></div>'
 CSS = """
 .gradio-container { width: 100% !important; max-width: 960px !important; margin: 0 auto !important; }
+.html-container { padding: 0 !important; }
+#samples .image-frame, #samples img { width: 100%; max-height: 36rem; object-fit: contain; }
 .head h1 { font-size: 1.5rem; font-weight: 650; margin: .75rem 0 0; }
 .head p { margin: .1rem 0 .25rem; color: var(--body-text-color-subdued); }
 .card { border: 1px solid var(--border-color-primary); border-left: 4px solid var(--color-accent);
@@ -24,6 +26,7 @@ CSS = """
 .card p { margin: .25rem 0 0; overflow-wrap: anywhere; }
 .card.bad { border-left-color: #c0392b; }
 .card.good { border-left-color: #2d8a4e; }
+#next, #start, #draw { max-width: 20rem; }
 .bar { height: 8px; border-radius: 4px; margin-top: .6rem; background: var(--border-color-primary); overflow: hidden; }
 .bar div { height: 100%; background: var(--color-accent); transition: width .6s; }
 .facts { margin: .25rem 0 0; padding-left: 1.1rem; line-height: 1.55; overflow-wrap: anywhere; }

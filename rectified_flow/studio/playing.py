@@ -27,7 +27,9 @@ class PlayTab:
         with gr.Tab("Play", id="play", render_children=True):
             self.card = gr.HTML()
 
-            @gr.render(inputs=run)
+            self.ready = gr.Textbox(visible="hidden")
+
+            @gr.render(inputs=run, triggers=[self.ready.change])
             def controls(name: str | None) -> None:
                 self._controls(name, run)
 
@@ -53,14 +55,14 @@ class PlayTab:
                 again = gr.Button("More like the chosen picture")
             with gr.Accordion("Draw a picture again from its file", open=False):
                 file = gr.File(label="A picture that this run generated", file_types=[".png"], height=140)
-        self.inputs, self.outputs = [run], [self.card, self.gallery, self.nearest, self.vary]
+        self.inputs, self.outputs = [run], [self.ready, self.card, self.gallery, self.nearest, self.vary]
         act(self.gallery.select, self.choose, run, self.chosen)
         act(again.click, self.draw_more, [run, self.chosen, self.change], None)
         act(file.upload, self.draw_again, [run, file], None)
 
     def _controls(self, name: str | None, run: gr.Dropdown) -> None:
         """Make the controls of a run."""
-        if not name or not (folder := RunFolder(self.runs / name)).flow:
+        if not name or not (folder := RunFolder(self.runs / name)).has_checkpoint:
             return
         fields: list[gr.components.Component] = []
         with gr.Row():
@@ -147,14 +149,14 @@ class PlayTab:
         run = RunFolder(self.runs / name) if name else None
         if run is None or not run.has_checkpoint:
             text = "Samples can be drawn as soon as the run has saved its first checkpoint."
-            return {self.card: views.card("Not yet", text), self.gallery: gr.update(visible=False)}
+            return {self.card: views.card("Not yet", text), self.gallery: gr.update(visible=False), self.ready: ""}
         job = jobs.newest(self.runs, "draw", name)
         if job is None:
-            return {self.card: "", self.gallery: gr.update(visible=False)}
+            return {self.card: "", self.gallery: gr.update(visible=False), self.ready: name}
         is_done = job.code == 0
         found = [str(file) for file in views.pictures_in(_folder(job))] if is_done else []
         near = _folder(job) / "nearest.png"
-        shown: Updates = {self.card: views.job_card(job, "Drawing", "")}
+        shown: Updates = {self.card: views.job_card(job, "Drawing", ""), self.ready: name}
         if is_done:
             shown |= {self.gallery: gr.update(value=found, visible=bool(found))}
             shown |= {self.nearest: gr.update(value=near if near.exists() else None, visible=near.exists())}

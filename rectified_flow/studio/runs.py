@@ -15,6 +15,7 @@ from pathlib import Path
 from rectified_flow.errors import UsageError
 from rectified_flow.runs.training_config import CHECKPOINTS
 from rectified_flow.studio.jobs import Process
+from rectified_flow.system.artifact import MANIFEST
 from rectified_flow.system.files import read_document
 
 CONFIG, STATUS, CLOCK, METRICS, SAMPLES, DATA = (
@@ -133,7 +134,7 @@ class RunFolder:
         """Whether the run can be sampled."""
         place = self.flags.get("checkpoint_dir")
         folder = Path(place) if isinstance(place, str) else self.folder / CHECKPOINTS
-        return any(folder.glob("step_*/.manifest.json"))
+        return any(folder.glob(f"step_*/{MANIFEST}"))
 
     @property
     def losses(self) -> list[dict[str, object]]:

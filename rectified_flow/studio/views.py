@@ -10,7 +10,7 @@ from shlex import join
 from rectified_flow.errors import UsageError
 from rectified_flow.studio.jobs import Job, newest, queue
 from rectified_flow.studio.runs import Document, RunFolder
-from rectified_flow.system.files import read_document
+from rectified_flow.system.files import read_document, replace_file
 from rectified_flow.system.terminal import duration
 
 PLAN, SHEET = "plan", "data sheet"
@@ -65,13 +65,23 @@ def plan_of(job: Job) -> Document:
     return {}
 
 
-def plan_words(plan: Document, seconds: float, wait: float = 0.0) -> str:
+def sheet_of(job: Job) -> Path | None:
+    """Return the sheet of the data that a dry run wrote, copied beside its job: a later dry run writes it anew."""
+    path, copy = printed(job.output, SHEET), job.folder / "data.png"
+    if path and not copy.exists():
+        with suppress(OSError):
+            replace_file(copy, Path(path).read_bytes(), durable=False)
+    return copy if copy.exists() else None
+
+
+def plan_words(plan: Document, seconds: float | None) -> str:
     """Return a plan in a sentence, such as "128 px, about 60,000 images, ready at 14:35"."""
     flags = plan["flags"]
     assert isinstance(flags, dict)
     images = int(flags["train_num_steps"] or 0) * int(flags["global_batch_size"] or flags["batch_size"] or 0)
     seen = f"about {float(f'{images:.2g}'):,.0f} images shown to the network"
-    return f"{flags['image_size']} px, {seen}, ready at {clock(time.time() + wait + seconds)}"
+    ready = f", ready at {clock(time.time() + seconds)}" if seconds else ""
+    return f"{flags['image_size']} px, {seen}{ready}"
 
 
 def wait_of(runs: Path) -> float:

@@ -33,7 +33,9 @@ class WatchTab:
     def __init__(self, runs: Path, run: gr.Dropdown) -> None:
         self.runs = runs
         with gr.Tab("Watch", id="watch", render_children=True):
-            self.card = gr.HTML(views.card("No run yet", "Choose pictures and start, and the run is shown here."))
+            self.card = gr.HTML(
+                views.card("No run yet", "Choose pictures and start, and the run is shown here."), padding=False
+            )
             with gr.Row():
                 self.stop = gr.Button("Stop and save", visible=False, elem_id="stop")
                 self.resume = gr.Button("Go on", visible=False, variant="primary", elem_id="resume")
