@@ -49,7 +49,7 @@ def open_page(
     resume(runs)
     from rectified_flow.studio import page as pages
 
-    page = pages.build(runs)
+    page = pages.build(runs, is_local=host == LOCALHOST)
     page.launch(
         server_name=host,
         server_port=port or free_port(host),

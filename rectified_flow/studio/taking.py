@@ -1,9 +1,12 @@
 """The tab Take away: a web page, ONNX, a folder for diffusers, each as a zip."""
 
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 
 import gradio as gr
 
+from rectified_flow.export.serving import serving
 from rectified_flow.studio import commands, jobs, views
 from rectified_flow.studio.events import Updates, act
 from rectified_flow.studio.runs import RunFolder
@@ -22,18 +25,28 @@ FORMS = {
 }
 
 
+LINK = '<p><a href="{}" target="_blank" rel="noopener">Open the page</a></p>'
+_SERVERS = ExitStack()
+
+
+@cache
+def address_of(folder: Path) -> str:
+    """Serve a page to the browsers of this machine until the studio ends, and return its address."""
+    return _SERVERS.enter_context(serving(folder))
+
+
 class TakeTab:
     """The tab."""
 
-    def __init__(self, runs: Path, run: gr.Dropdown) -> None:
-        self.runs = runs
+    def __init__(self, runs: Path, run: gr.Dropdown, *, is_local: bool) -> None:
+        self.runs, self.is_local = runs, is_local
         self.cards: dict[str, gr.HTML] = {}
         self.files: dict[str, gr.DownloadButton] = {}
         with gr.Tab("Take away", id="take", render_children=True):
             for form, (title, text) in FORMS.items():
-                with gr.Group():
-                    gr.Markdown(f"### {title}\n{text}")
-                    make = gr.Button(f"Make {title[0].lower()}{title[1:]}", elem_id=f"make-{form}")
+                with gr.Column(elem_classes="part"):
+                    gr.HTML(f"<h3>{title}</h3><p>{text}</p>")
+                    make = gr.Button("Make it", elem_id=f"make-{form}")
                     self.cards[form] = gr.HTML()
                     self.files[form] = gr.DownloadButton("Download the zip", visible=False, elem_id=f"zip-{form}")
                 act(make.click, self._maker(form), run, None)
@@ -62,6 +75,8 @@ class TakeTab:
             card = (
                 "" if job is None else views.job_card(job, "Writing", f"Ready in {Path(job.command.packed).absolute()}")
             )
+            if form == "page" and is_done and self.is_local:
+                card += LINK.format(address_of(self.runs / str(name) / commands.TAKEN[form]))
             shown[self.cards[form]] = card
             shown[self.files[form]] = gr.update(value=str(job.zip) if job and is_done else None, visible=is_done)
         return shown

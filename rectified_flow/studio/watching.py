@@ -3,12 +3,14 @@
 from pathlib import Path
 
 import gradio as gr
+import pandas
 
 from rectified_flow.errors import UsageError
 from rectified_flow.studio import commands, jobs, views
 from rectified_flow.studio.events import Updates, act
 from rectified_flow.studio.runs import RunFolder, run_folders
 
+COLUMNS = ("step", "loss", "of")
 NEWEST = 0  # place of the slider that follows the newest samples
 
 
@@ -47,7 +49,9 @@ class WatchTab:
             self.earlier = gr.Slider(
                 0, 1, NEWEST, step=1, label="Earlier samples", info="0 shows the newest ones.", visible=False
             )
-            self.curve = gr.LinePlot(x="step", y="loss", color="of", title="Loss", visible=False, height=260)
+            self.curve = gr.LinePlot(
+                x="step", y="loss", color="of", color_title="loss of", title="Loss", visible=False, height=260
+            )
             with gr.Accordion("What the program prints", open=False):
                 self.lines = gr.Code(label="Newest lines", interactive=False, lines=6, max_lines=20)
         self.inputs = [run, self.earlier]
@@ -74,9 +78,11 @@ class WatchTab:
             self.resume: gr.update(visible=state in ("interrupted", "failed") and bool(run.flags)),
             self.more: gr.update(visible=state == "finished"),
             self.extend: gr.update(visible=state == "finished"),
-            self.image: gr.update(value=picture, visible=picture is not None, label=f"Samples at step {step:,}"),
+            self.image: gr.update(
+                value=picture, visible=picture is not None, label=f"Samples at step {step:,}", alt_text="samples"
+            ),
             self.earlier: gr.update(maximum=max(1, len(samples) - 1), visible=len(samples) > 1),
-            self.curve: gr.update(value=frame(losses), visible=len(losses) > 1),
+            self.curve: gr.update(value=Curves(losses, columns=[*COLUMNS]), visible=len(losses) > 1),
             self.lines: views.last_lines(job) or "This run was not started here.",
         }
 
@@ -105,8 +111,9 @@ class WatchTab:
             jobs.start(self.runs, jobs.Command("train", name, commands.extend(RunFolder(folder), float(minutes))))
 
 
-def frame(rows: list[dict[str, object]]) -> object:
-    """Return the rows of curves as a table for the plot."""
-    import pandas
+class Curves(pandas.DataFrame):
+    """The rows of curves as a table for the plot, which the page compares without printing it."""
 
-    return pandas.DataFrame(rows, columns=["step", "loss", "of"])
+    def __repr__(self) -> str:
+        """Return the number of rows, which grows with each measurement."""
+        return f"{len(self)} rows"
