@@ -67,7 +67,12 @@ def theme() -> gr.themes.Base:
 
 
 def build(runs: Path, *, is_local: bool = True) -> gr.Blocks:
-    """Return the page of a folder of runs, which is not served yet; ``is_local`` if browsers of this machine open it."""
+    """Return the page of a folder of runs, which is not served yet.
+
+    Args:
+        runs: the folder.
+        is_local: whether browsers of this machine open the page.
+    """
     with gr.Blocks(title="Studio", analytics_enabled=False) as page:
         gr.HTML(HEAD)
         shown, timer = gr.State({}), gr.Timer(EVERY)

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import gradio as gr
 
-from rectified_flow.export.serving import serving
 from rectified_flow.studio import commands, jobs, views
 from rectified_flow.studio.events import Updates, act
 from rectified_flow.studio.runs import RunFolder
 from rectified_flow.studio.watching import folder_of
+from rectified_flow.system.serving import serving
 
 FORMS = {
     "page": ("A web page", "Draws in anybody's browser, without a server of yours. Upload the folder to any web host."),

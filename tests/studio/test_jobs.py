@@ -1,7 +1,6 @@
 """Tests of jobs: commands as processes that outlive the studio, of which one trains at a time."""
 
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 
 from rectified_flow.studio import jobs
 from rectified_flow.studio.jobs import Command, Job
-from tests.patience import PATIENCE
+from tests.patience import PATIENCE, wait_for
 
 SAVING = """
 import signal, sys, time
@@ -23,13 +22,6 @@ signal.signal(signal.SIGTERM, save)
 print("began", flush=True)
 time.sleep(600)
 """
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    until = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.02)
 
 
 @contextmanager
@@ -58,7 +50,7 @@ def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Job]:
 
 def test_a_command_runs_in_a_process_of_its_own_that_a_new_studio_knows(tmp_path: Path) -> None:
     job = jobs.start(tmp_path, Command("look", "cats", ["--version"], {"folder": "<b>"}))
-    wait_for(lambda: Job(job.folder).state == "ended")
+    wait_for("the job", lambda: Job(job.folder).state == "ended")
     assert job.code == 0
     assert job.output.startswith("rectified-flow-trainer")
     assert jobs.newest(tmp_path, "look", "cats") == job
@@ -68,7 +60,7 @@ def test_a_command_runs_in_a_process_of_its_own_that_a_new_studio_knows(tmp_path
 def test_one_job_trains_at_a_time_in_the_order_in_which_they_were_asked_for(ask: Callable[..., Job]) -> None:
     first, second = ask(SAVING), ask("print('second')")
     with kept(second), kept(first):
-        wait_for(lambda: "began" in first.output)
+        wait_for("the job", lambda: "began" in first.output)
         assert (first.state, second.state) == ("running", "waiting")
         assert jobs.queue(first.folder.parents[2]) == [first, second]
         first.stop()
@@ -79,7 +71,7 @@ def test_one_job_trains_at_a_time_in_the_order_in_which_they_were_asked_for(ask:
 def test_a_job_that_is_stopped_in_line_never_begins(ask: Callable[..., Job]) -> None:
     first, second = ask(SAVING), ask("print('second')")
     with kept(first):
-        wait_for(lambda: "began" in first.output)
+        wait_for("the job", lambda: "began" in first.output)
         with kept(second):
             second.stop()
         assert (second.output, second.code, second.has_begun) == ("", None, False)
