@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import wraps
 from html import escape
+from typing import TypeAlias
 
 import gradio as gr
 
@@ -13,7 +14,7 @@ Shown = dict[int, str]
 """What a page shows, by the number of each component."""
 Updates = dict[gr.components.Component, object]
 """New values of components."""
-Components = Sequence[gr.components.Component] | gr.components.Component | None
+Components: TypeAlias = Sequence[gr.components.Component] | gr.components.Component | None
 
 
 def act(event: Callable[..., object], handler: Callable[..., object], inputs: Components, outputs: Components) -> None:

@@ -15,37 +15,7 @@ from rectified_flow.studio.watching import WatchTab, names_of_runs
 FONTS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"]
 EVERY = 1.5  # time between two looks at the disk [s]
 HEAD = '<div class="head"><h1>Studio</h1><p>Pictures in, a generator out. Everything stays on this machine.</p></div>'
-CSS = """
-.gradio-container { width: 100% !important; max-width: 960px !important; margin: 0 auto !important; }
-.dark { --color-accent: var(--primary-400); }
-.html-container { padding: 0 !important; }
-#samples .image-frame, #samples img { width: 100%; max-height: 36rem; object-fit: contain; }
-.head h1 { font-size: 1.5rem; font-weight: 650; margin: .75rem 0 0; }
-.head p { margin: .1rem 0 .25rem; color: var(--body-text-color-subdued); }
-.card { border: 1px solid var(--border-color-primary); border-left: 4px solid var(--color-accent);
-  border-radius: 8px; padding: .75rem 1rem; background: var(--background-fill-primary); }
-.card h3 { margin: 0; font-size: 1.05rem; font-weight: 600; overflow-wrap: anywhere; }
-.card p { margin: .25rem 0 0; overflow-wrap: anywhere; }
-.card.bad { border-left-color: #c0392b; }
-.card.good { border-left-color: #2d8a4e; }
-#next, #start, #draw, #stop, #resume, .part button, .part a { max-width: 20rem; }
-.part { border: 1px solid var(--border-color-primary); border-radius: 8px; padding: 1rem 1.25rem; gap: .75rem; }
-.part h3 { margin: 0; font-size: 1.05rem; font-weight: 600; }
-.part p { margin: .2rem 0 0; }
-.block:has(> .html-container .prose:not(:has(*))) { display: none; }
-#gallery .grid-wrap { max-height: none !important; }
-@media (max-width: 600px) {
-  #steps button[role=tab] { padding: 0 .45rem; font-size: .8rem; }
-  #gallery .grid-container { grid-template-columns: repeat(2, 1fr) !important; }
-  #next, #start, #draw, #stop, #resume, .part button, .part a { max-width: none; }
-}
-.bar { height: 8px; border-radius: 4px; margin-top: .6rem; background: var(--border-color-primary); overflow: hidden; }
-.bar div { height: 100%; background: var(--color-accent); transition: width .6s; }
-.facts { margin: .25rem 0 0; padding-left: 1.1rem; line-height: 1.55; overflow-wrap: anywhere; }
-.same { margin: 0 0 .25rem; font-size: .85rem; color: var(--body-text-color-subdued); }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; font-size: .8rem; margin: 0; padding: .6rem .75rem;
-  border-radius: 6px; background: var(--background-fill-secondary); color: var(--body-text-color); }
-"""
+CSS = Path(__file__).with_name("page.css")
 
 
 def theme() -> gr.themes.Base:

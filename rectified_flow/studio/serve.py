@@ -67,7 +67,7 @@ def open_page(
         max_file_size=LARGEST_UPLOAD,
         footer_links=[],
         theme=pages.theme(),
-        css=pages.CSS,
+        css_paths=[pages.CSS],
     )
     print(lines(words(page.local_url, runs, host)), flush=True)
     return page
