@@ -10,6 +10,7 @@ from rectified_flow.errors import UsageError
 from rectified_flow.studio import commands, jobs, views
 from rectified_flow.studio.events import Updates, act
 from rectified_flow.studio.further import Further
+from rectified_flow.studio.runs import Document
 from rectified_flow.studio.uploads import receive
 
 CLASSES = "="
@@ -177,7 +178,7 @@ class ChooseTabs:
         shown |= {self.on: gr.update(visible=is_good), self.same: views.terminal(commands.without_look(job, name))}
         return shown | self._plan(job, plan) if is_good and plan else shown
 
-    def _plan(self, job: jobs.Job, plan: views.Document) -> Updates:
+    def _plan(self, job: jobs.Job, plan: Document) -> Updates:
         """Return what a finished look shows: the sheet, the facts and the plan."""
         classes, columns, facts = (views.texts(plan, name) for name in ("classes", "columns", "words"))
         sheet, wait = views.sheet_of(job), views.wait_of(self.runs)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import wraps
 from html import escape
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import gradio as gr
 
@@ -14,6 +14,19 @@ Shown = dict[int, str]
 """What a page shows, by the number of each component."""
 Updates = dict[gr.components.Component, object]
 """New values of components."""
+
+
+class Part(Protocol):
+    """A part of the page that shows the state on the disk."""
+
+    inputs: list[gr.components.Component]
+    outputs: list[gr.components.Component]
+
+    @property
+    def wanted(self) -> Callable[..., Updates]:
+        """Function that returns what the part shows, from the values of its inputs."""
+
+
 Components: TypeAlias = Sequence[gr.components.Component] | gr.components.Component | None
 
 

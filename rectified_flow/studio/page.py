@@ -7,7 +7,7 @@ from pathlib import Path
 import gradio as gr
 
 from rectified_flow.studio.choosing import ChooseTabs
-from rectified_flow.studio.events import Shown, Updates, act
+from rectified_flow.studio.events import Part, Shown, Updates, act
 from rectified_flow.studio.playing import PlayTab
 from rectified_flow.studio.taking import TakeTab
 from rectified_flow.studio.watching import WatchTab, names_of_runs
@@ -49,7 +49,7 @@ def build(runs: Path, *, is_local: bool = True) -> gr.Blocks:
         run = gr.Dropdown([], label="Run", interactive=True, visible=False, elem_id="run")
         with gr.Tabs(elem_id="steps") as tabs:
             choose = ChooseTabs(runs, run, tabs)
-            parts = [choose, WatchTab(runs, run), PlayTab(runs, run), TakeTab(runs, run, is_local=is_local)]
+            parts: list[Part] = [choose, WatchTab(runs, run), PlayTab(runs, run), TakeTab(runs, run, is_local=is_local)]
         inputs = [part.inputs for part in parts]
         outputs = [*(each for part in parts for each in part.outputs), run, shown]
         watched = [*(each for own in inputs for each in own), run]

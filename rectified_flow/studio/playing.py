@@ -23,16 +23,13 @@ class PlayTab:
     """The tab. Its controls depend on the conditions of the run; the newest pictures are those on the disk."""
 
     def __init__(self, runs: Path, run: gr.Dropdown) -> None:
-        self.runs = runs
+        self.runs, self.run = runs, run
         with gr.Tab("Play", id="play", render_children=True):
             self.card = gr.HTML()
 
             self.ready = gr.Textbox(visible="hidden")
 
-            @gr.render(inputs=run, triggers=[self.ready.change])
-            def controls(name: str | None) -> None:
-                self._controls(name, run)
-
+            gr.render(inputs=run, triggers=[self.ready.change])(self._controls)
             self.gallery = gr.Gallery(
                 label="Pictures",
                 columns=4,
@@ -60,7 +57,7 @@ class PlayTab:
         act(again.click, self.draw_more, [run, self.chosen, self.change], None)
         act(file.upload, self.draw_again, [run, file], None)
 
-    def _controls(self, name: str | None, run: gr.Dropdown) -> None:
+    def _controls(self, name: str | None) -> None:
         """Make the controls of a run."""
         if not name or not (folder := RunFolder(self.runs / name)).has_checkpoint:
             return
@@ -96,7 +93,7 @@ class PlayTab:
             label="Pictures to translate", file_count="multiple", file_types=["image"], visible=folder.takes_pictures
         )
         button = gr.Button("Draw", variant="primary", elem_id="draw")
-        act(button.click, self.draw, [run, count, seed, calls, guidance, auto, near, sources, *fields], None)
+        act(button.click, self.draw, [self.run, count, seed, calls, guidance, auto, near, sources, *fields], None)
 
     def draw(
         self, name: str, count: float, seed: float, steps: float, guidance: float | None, auto: float, near: bool,

@@ -1,5 +1,6 @@
 """The tab Take away: a web page, ONNX, a folder for diffusers, each as a zip."""
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
@@ -52,7 +53,7 @@ class TakeTab:
                 act(make.click, self._maker(form), run, None)
         self.inputs, self.outputs = [run], [*self.cards.values(), *self.files.values()]
 
-    def _maker(self, form: str) -> object:
+    def _maker(self, form: str) -> Callable[[str], None]:
         def make(name: str) -> None:
             run = RunFolder(folder_of(self.runs, name))
             newest = self._newest(name, form)

@@ -56,7 +56,7 @@ def started(runs: Path, *flags: str) -> Iterator[tuple[str, "subprocess.Popen[by
 def opened(browser: Any, address: str, **options: Any) -> Iterator[Any]:
     """Open the page; at the end nothing has gone wrong there, and nothing was asked of other hosts."""
     page = browser.new_page(**options)
-    page.set_default_timeout(PATIENCE * 1000)
+    page.set_default_timeout(PATIENCE * 200)
     problems, outside = list[str](), list[str]()
     own = (address, "data:", "blob:")
     page.on("pageerror", lambda error: problems.append(str(error)))

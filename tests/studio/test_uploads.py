@@ -64,8 +64,8 @@ def test_a_zip_that_does_not_fit_is_refused_before_it_is_unpacked(
 
 
 def test_two_files_of_one_name_are_both_kept(tmp_path: Path) -> None:
-    for folder in ("1", "2"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "a.png").write_text(folder)
+    for name in ("1", "2"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.png").write_text(name)
     folder = receive(tmp_path / "runs", "pets", [tmp_path / "1/a.png", tmp_path / "2/a.png"])
     assert {file.name: file.read_text() for file in folder.iterdir()} == {"a.png": "1", "a-2.png": "2"}
