@@ -63,35 +63,26 @@ class PlayTab:
             return
         fields: list[gr.components.Component] = []
         with gr.Row():
-            for control in folder.controls:
-                fields.append(field_of(control))
+            fields += [field_of(control) for control in folder.controls]
+        on = {"interactive": True}  # Gradio takes a field that is made later for one that shows a result
         with gr.Row():
-            count = gr.Slider(1, 64, 16, step=1, label="Pictures")
-            seed = gr.Number(
-                0, label="Seed", precision=0, minimum=0, maximum=2**32 - 1, info="The same seed, the same pictures"
-            )
-        steps, guidance, auto = folder.default_steps, gr.State(None), gr.State(1.0)
+            count = gr.Slider(1, 64, 16, step=1, label="Pictures", **on)
+            info = "The same seed, the same pictures"
+            seed = gr.Number(0, label="Seed", precision=0, minimum=0, maximum=2**32 - 1, info=info, **on)
+        guidance, auto = gr.State(None), gr.State(1.0)
         with gr.Accordion("Quality and checks", open=False):
-            calls = gr.Slider(1, 64, steps, step=1, label="Steps", info="More steps take longer and are more exact.")
+            info = "More steps take longer and are more exact."
+            calls = gr.Slider(1, 64, folder.default_steps, step=1, label="Steps", info=info, **on)
             if fields and not folder.is_one_step:
-                guidance = gr.Slider(
-                    0,
-                    6,
-                    1,
-                    step=0.25,
-                    label="Guidance",
-                    info="Above 1, pictures follow their values more clearly and vary less.",
-                )
+                info = "Above 1, pictures follow their values more clearly and vary less."
+                guidance = gr.Slider(0, 6, 1, step=0.25, label="Guidance", info=info, **on)
             if not folder.is_one_step:
-                auto = gr.Slider(
-                    1, 3, 1, step=0.25, label="Autoguidance", info="Above 1, away from an early state of the training."
-                )
-            near = gr.Checkbox(
-                label="Show the nearest training pictures", info="Copies would stand beside their originals."
-            )
-        sources = gr.File(
-            label="Pictures to translate", file_count="multiple", file_types=["image"], visible=folder.takes_pictures
-        )
+                info = "Above 1, away from an early state of the training."
+                auto = gr.Slider(1, 3, 1, step=0.25, label="Autoguidance", info=info, **on)
+            info = "Copies would stand beside their originals."
+            near = gr.Checkbox(label="Show the nearest training pictures", info=info, **on)
+        kinds = {"file_count": "multiple", "file_types": ["image"], "visible": folder.takes_pictures}
+        sources = gr.File(label="Pictures to translate", **kinds, **on)
         button = gr.Button("Draw", variant="primary", elem_id="draw")
         act(button.click, self.draw, [self.run, count, seed, calls, guidance, auto, near, sources, *fields], None)
 
