@@ -53,13 +53,14 @@ def unpack(file: Path, folder: Path) -> None:
         with zipfile.ZipFile(file) as archive:
             members = [each for each in archive.infolist() if not each.is_dir()]
             check_members(file.name, members, shutil.disk_usage(folder).free)
-            with writing(folder, UsageError):
-                for member in members:
-                    archive.extract(member, folder)
+            for member in members:
+                archive.extract(member, folder)
     except (zipfile.BadZipFile, zlib.error, RuntimeError, NotImplementedError, EOFError, ValueError, OSError) as error:
         if isinstance(error, UsageError):
             raise
-        raise UsageError(f"{file.name} cannot be unpacked ({first_line(error)}): make the zip again") from error
+        raise UsageError(
+            f"{file.name} cannot be unpacked ({first_line(error)}): make the zip again, or make room"
+        ) from error
 
 
 def check_members(name: str, members: Sequence[zipfile.ZipInfo], free: int) -> None:

@@ -127,7 +127,7 @@ def test_the_way_from_dropped_pictures_to_the_opened_page(browser: Any, tmp_path
             go(phone, "Watch")
             phone.wait_for_selector("text=The generator is ready")
         go(page, "Play")
-        page.get_by_label("labels").click()
+        page.get_by_label("labels").first.click()
         page.get_by_role("option", name="cat").click()
         page.click("#draw")
         page.wait_for_selector("#gallery img")

@@ -41,7 +41,7 @@ def test_a_zip_writes_nothing_outside_of_its_folder(tmp_path: Path, name: str) -
 def test_a_broken_zip_is_a_sentence(tmp_path: Path, damage: object) -> None:
     archive = zipped(tmp_path / "broken.zip", "a.png")
     archive.write_bytes(damage(archive.read_bytes()))  # type: ignore[operator]
-    with pytest.raises(UsageError, match=r"broken.zip cannot be unpacked .*: make the zip again"):
+    with pytest.raises(UsageError, match=r"broken.zip cannot be unpacked .*: make the zip again, or make room"):
         receive(tmp_path / "runs", "pets", [archive])
     assert [*(tmp_path / "runs/pictures").iterdir()] == []
 
