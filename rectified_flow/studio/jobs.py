@@ -8,6 +8,7 @@ starts the command, and writes ``process.json``, ``output.txt`` and ``ended.json
 
 import json
 import os
+import platform
 import subprocess
 import sys
 import time
@@ -146,7 +147,7 @@ def start(runs: Path, command: Command) -> Job:
     known = jobs(runs)
     for old in [job for job in known if job.state == "ended"][:-KEPT]:
         rmtree(old.folder, ignore_errors=True)
-    folder = runs / STUDIO / "jobs" / f"{time.time():.6f}-{token_hex(2)}"
+    folder = _place(runs) / f"{time.time():.6f}-{token_hex(2)}"
     folder.mkdir(parents=True)
     replace_file(folder / JOB, json.dumps(asdict(command)))
     job = Job(folder)
@@ -156,7 +157,7 @@ def start(runs: Path, command: Command) -> Job:
 
 def jobs(runs: Path, kind: Kind | None = None) -> list[Job]:
     """Return the jobs in the folder of the runs, oldest first."""
-    found = sorted((runs / STUDIO / "jobs").glob(f"*/{JOB}"), key=lambda path: float(path.parent.name.split("-")[0]))
+    found = sorted(_place(runs).glob(f"*/{JOB}"), key=lambda path: float(path.parent.name.split("-")[0]))
     return [job for path in found if kind in (None, (job := Job(path.parent)).command.kind)]
 
 
@@ -176,6 +177,11 @@ def resume(runs: Path) -> None:
     for job in jobs(runs, "train"):
         if job.state == "lost" and not job.has_begun:
             _keep(job)
+
+
+def _place(runs: Path) -> Path:
+    """Return the folder of the jobs of this machine: a machine that shares the folder of the runs has its own."""
+    return runs / STUDIO / "jobs" / platform.node()
 
 
 def _keep(job: Job) -> None:
@@ -203,7 +209,7 @@ def keep(job: Job) -> None:
 
 def _waits(job: Job) -> bool:
     """Return whether an older job trains or waits for it."""
-    runs = job.folder.parents[2]
+    runs = job.folder.parents[3]
     return job.command.kind == "train" and any(other.folder.name < job.folder.name for other in queue(runs))
 
 

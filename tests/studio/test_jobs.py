@@ -1,5 +1,6 @@
 """Tests of jobs: commands as processes that outlive the studio, of which one trains at a time."""
 
+import platform
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -62,7 +63,7 @@ def test_one_job_trains_at_a_time_in_the_order_in_which_they_were_asked_for(ask:
     with kept(second), kept(first):
         wait_for("the job", lambda: "began" in first.output)
         assert (first.state, second.state) == ("running", "waiting")
-        assert jobs.queue(first.folder.parents[2]) == [first, second]
+        assert jobs.queue(first.folder.parents[3]) == [first, second]
         first.stop()
     assert (first.output, first.code) == ("began\nsaved\n", 0), "asked once to save and end"
     assert (second.output, second.state) == ("second\n", "ended")
@@ -99,7 +100,7 @@ def test_a_job_without_keeper_is_lost_and_waits_again_if_it_had_not_begun(ask: C
     job = ask("print('now')")
     (job.folder / jobs.KEEPER).write_text('{"pid": 1, "created": 1.0}')
     lost = job.state
-    jobs.resume(job.folder.parents[2])
+    jobs.resume(job.folder.parents[3])
     assert (lost, job.state) == ("lost", "waiting"), "another process has the number of its keeper"
 
 
@@ -126,4 +127,13 @@ def test_only_the_newest_ended_jobs_are_kept(ask: Callable[..., Job], monkeypatc
         with kept(ask(f"print({number})", "look")):
             pass
     last = ask("", "look")
-    assert len(jobs.jobs(last.folder.parents[2])) == 3
+    assert len(jobs.jobs(last.folder.parents[3])) == 3
+
+
+def test_a_machine_that_shares_the_folder_has_its_own_jobs(
+    ask: Callable[..., Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask("")
+    assert len(jobs.jobs(tmp_path)) == 1
+    monkeypatch.setattr(platform, "node", lambda: "another")
+    assert jobs.jobs(tmp_path) == []

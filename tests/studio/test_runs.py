@@ -3,6 +3,8 @@
 import json
 import os
 import platform
+import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from rectified_flow.runs import folder as run_folder
 from rectified_flow.runs.checkpoint import CONFIG_FILE
 from rectified_flow.studio import runs
 from rectified_flow.studio.runs import Control, RunFolder
+from tests.patience import PATIENCE
 
 CONDITIONS = {
     "labels": {"kind": "Labels", "num_classes": 2, "names": ["cat", "<b>dog"]},
@@ -108,3 +111,11 @@ def test_a_curve_has_a_measurement_once(run: Path) -> None:
     lines = [{"step": 1, "loss": 2.0, "heldout_loss": 3.0}, {"step": 2, "loss": 1.0, "heldout_loss": 3.0}]
     (run / runs.METRICS).write_text("\n".join(map(json.dumps, lines)))
     assert [(row["step"], row["loss"]) for row in RunFolder(run).losses] == [(1, 2.0), (1, 3.0), (2, 1.0)]
+
+
+def test_a_run_of_a_terminal_is_asked_to_stop(run: Path) -> None:
+    process = subprocess.Popen(["sleep", "600"])
+    write(run, runs.STATUS, status("running", pid=process.pid))
+    RunFolder(run).stop()
+    assert process.wait(PATIENCE) == -signal.SIGTERM
+    RunFolder(run).stop()
