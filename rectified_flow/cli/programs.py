@@ -233,7 +233,7 @@ def watch() -> None:
 
 
 def studio() -> None:
-    """Open a page in the browser for the whole way: choose pictures, train, watch, play, take the generator away.
+    """Open a page in the browser for the whole way from pictures to a generator.
 
     Each act on the page is a command of this program, which goes on when the page or the studio is closed. It needs the
     package of the extra studio: pip install '.[studio]'.
