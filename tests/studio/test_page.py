@@ -127,7 +127,7 @@ def test_the_way_from_dropped_pictures_to_the_opened_page(browser: Any, tmp_path
             go(phone, "Watch")
             phone.wait_for_selector("text=The generator is ready")
         go(page, "Play")
-        page.get_by_label("labels").first.click()
+        page.get_by_label("labels", exact=True).click()
         page.get_by_role("option", name="cat").click()
         page.click("#draw")
         page.wait_for_selector("#gallery img")
@@ -184,6 +184,9 @@ def test_what_is_wrong_is_a_sentence_before_anything_starts(browser: Any, tmp_pa
         page.get_by_label("Or name a folder on this machine").fill(str(tmp_path / HOSTILE))
         page.get_by_role("button", name="Use this folder").click()
         page.wait_for_selector("text=/holds no pictures/")
+        for outside in (broken, Path("/etc/hostname")):
+            assert page.request.get(f"{address}gradio_api/file={outside}").status == 403
+        assert page.request.get(f"{address}gradio_api/info").json()["named_endpoints"] == {}
     assert not [job for job in jobs.jobs(runs) if job.command.kind == "train"]
 
 
