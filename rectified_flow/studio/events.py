@@ -30,10 +30,17 @@ class Part(Protocol):
 Components: TypeAlias = Sequence[gr.components.Component] | gr.components.Component | None
 
 
-def act(event: Callable[..., object], handler: Callable[..., object], inputs: Components, outputs: Components) -> None:
+def act(
+    event: Callable[..., object],
+    handler: Callable[..., object],
+    inputs: Components,
+    outputs: Components,
+    *,
+    queue: bool = True,
+) -> None:
     """Call a handler upon an event of the page, and nothing else: programs find no interface there.
 
-    A handler starts processes and waits for none, so that no queue is needed.
+    A handler starts processes and waits for none. Only one with a queue can show a mistake.
     """
 
     @wraps(handler)
@@ -43,4 +50,4 @@ def act(event: Callable[..., object], handler: Callable[..., object], inputs: Co
         except UsageError as error:
             raise gr.Error(escape(shown(str(error))), title="That does not work", print_exception=False) from error
 
-    event(told, inputs, outputs, show_progress="hidden", api_visibility="private", queue=False)
+    event(told, inputs, outputs, show_progress="hidden", api_visibility="private", queue=queue)

@@ -71,8 +71,14 @@ def build(runs: Path, *, is_local: bool = True) -> gr.Blocks:
 
         act(page.load, choose.restore, None, choose.restored)
         # Gradio builds each output of a handler anew, so that the page is only refreshed if there is something new.
-        act(timer.tick, lambda *values: md5(repr([*wanted(values).values()]).encode()).hexdigest(), watched, pulse)
-        act(pulse.change, refresh, [shown, *watched], outputs)
+        act(
+            timer.tick,
+            lambda *values: md5(repr([*wanted(values).values()]).encode()).hexdigest(),
+            watched,
+            pulse,
+            queue=False,
+        )
+        act(pulse.change, refresh, [shown, *watched], outputs, queue=False)
     return page
 
 
