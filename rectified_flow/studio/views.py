@@ -99,7 +99,7 @@ def state_of(runs: Path, folder: Path) -> tuple[str, Job | None]:
         if job.is_stopping:
             return "stopping", job
         return ("waiting" if job.state == "waiting" else "running" if run.state == "running" else "preparing"), job
-    if job is not None and job.code and run.state == "interrupted":
+    if job is not None and job.code and not job.is_stopping and run.state == "interrupted":
         return "failed", job
     return run.state, job
 
