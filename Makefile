@@ -23,7 +23,8 @@ test: $(READY_DEV)  ## run the tests
 test-all: $(READY_DEV)  ## run the tests, including slow ones; takes some minutes more
 	$(BIN)/python -m pytest -m "not page"
 
-test-page: $(READY_DEV)  ## run an exported page in chromium, which is to be installed
+test-page: $(READY_DEV)  ## run an exported page and the studio in chromium, which is to be installed
+	$(call install_into_venv,-e ".[studio]")
 	$(BIN)/python -m pytest -m page -n 0
 
 fuzz: $(READY_DEV)  ## test 2,000 random command lines, some 30 minutes

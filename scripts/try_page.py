@@ -14,9 +14,9 @@ from typing import Any
 from playwright.sync_api import sync_playwright
 
 from rectified_flow.errors import RunError, UsageError
-from rectified_flow.export.serving import serving
 from rectified_flow.system.artifact import claim, write_output
 from rectified_flow.system.files import prepare_folder
+from rectified_flow.system.serving import serving
 
 PATIENCE = 300.0
 """Time limit of loading the model, of reading a picture, and of one generation [s]."""

@@ -21,7 +21,7 @@ DOORS = {"", "__main__", "rooms"}
 """Modules through which the package is entered: they may name any module. The package itself is the first."""
 LEAVES = {path.stem for path in PACKAGE.glob("[!_]*.py")} - {"load"} - DOORS
 FLOORS = [
-    {"cli", *DOORS},
+    {"cli", "studio", *DOORS},
     {"training"},
     {*ROOMS},
     {"evaluation", "export"},
@@ -218,6 +218,11 @@ def test_networks_and_spaces_do_not_import_each_other(one: str, other: str) -> N
 def test_a_room_is_imported_by_its_own_files_alone(room: str) -> None:
     importers = {room_of(module) for module in MODULES if room in map(room_of, imports_of(module))}
     assert importers - {"rooms"} <= {room}
+
+
+def test_the_studio_is_imported_by_its_row_in_the_table_of_programs_alone() -> None:
+    importers = {module for module in MODULES if "studio" in map(room_of, imports_of(module))}
+    assert {module for module in importers if room_of(module) != "studio"} == {"rectified_flow.cli.programs"}
 
 
 @pytest.mark.parametrize("room", ["flows", "spaces", "networks"])

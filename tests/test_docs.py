@@ -34,6 +34,7 @@ from rectified_flow.data import open as catalog
 from rectified_flow.data.sources.synthetic_flowers import SyntheticFlowers
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import flag_types
+from rectified_flow.studio.flags import StudioConfig
 from tests.patience import PATIENCE
 from tests.programs import constant_speed, program, quick_frechet_distance
 from tests.ranks import run_on_ranks
@@ -47,6 +48,7 @@ CONFIGS: dict[str, type] = {
     "evaluate.py": EvaluateConfig,
     "export.py": ExportConfig,
     "watch.py": WatchConfig,
+    "studio.py": StudioConfig,
 }
 CONSOLE_COMMANDS = {f"{COMMAND} {name}": f"{program.__name__}.py" for name, program in PROGRAMS.items()}
 LAUNCH_SCRIPT = "scripts/run_multi_gpu_simple.sh"

@@ -12,6 +12,7 @@ from tests.patience import PATIENCE
 
 PACKAGE = Path(__file__).resolve().parent.parent / "rectified_flow"
 
+OPTIONAL = (*ROOMS, "rectified_flow.studio")
 PROGRAMS = """
 import sys
 from rectified_flow.__main__ import main
@@ -27,7 +28,7 @@ assert sys.modules["rectified_flow"].__file__.startswith({folder!r})
 """
 
 
-@pytest.mark.parametrize("missing", [ROOMS, *(pytest.param((room,), marks=pytest.mark.slow) for room in ROOMS)])
+@pytest.mark.parametrize("missing", [OPTIONAL, *(pytest.param((room,), marks=pytest.mark.slow) for room in OPTIONAL)])
 def test_the_programs_work_without_rooms(missing: tuple[str, ...], tmp_path: Path) -> None:
     """No room imports another (tests/test_architecture.py), so that the copy without all of them stands for each."""
     shutil.copytree(PACKAGE, tmp_path / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))

@@ -6,12 +6,12 @@ from pathlib import Path
 from rectified_flow.cli.model_flags import ExportConfig
 from rectified_flow.errors import UsageError
 from rectified_flow.export.format import write
-from rectified_flow.export.serving import server_of
 from rectified_flow.export.web_page import INDEX
 from rectified_flow.load import read_trained
 from rectified_flow.parts import arguments_from, choose
 from rectified_flow.runs import checkpoint
 from rectified_flow.system.files import prepare_folder
+from rectified_flow.system.serving import server_of
 from rectified_flow.system.terminal import lines
 
 

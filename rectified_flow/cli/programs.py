@@ -232,6 +232,15 @@ def watch() -> None:
     run(f"{__name__}:serve_tensorboard", f"{CLI}.model_flags:WatchConfig", watch.__doc__)
 
 
+def studio() -> None:
+    """Open a page in the browser for the whole way from pictures to a generator.
+
+    Each act on the page is a command of this program, which goes on when the page or the studio is closed. It needs the
+    package of the extra studio: pip install '.[studio]'.
+    """
+    run("rectified_flow.studio.serve:serve", "rectified_flow.studio.flags:StudioConfig", studio.__doc__)
+
+
 def serve_tensorboard(config: Any) -> None:
     """Start TensorBoard on the folder of the runs, and serve until Ctrl-C."""
     from tensorboard import program
@@ -251,8 +260,11 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "evaluate": evaluate,
     "export": export,
     "watch": watch,
+    "studio": studio,
 }
 """Programs by the first argument of :data:`COMMAND`; their scripts in a checkout have the names of the functions."""
+if not os.path.exists(os.path.join(os.path.dirname(__file__), os.pardir, "studio")):
+    del PROGRAMS["studio"]  # an optional folder
 
 
 def main() -> None:

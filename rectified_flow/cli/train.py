@@ -18,6 +18,7 @@ from rectified_flow.cli.choices import with_pictures, with_plan
 from rectified_flow.cli.data import build_space, find_data, flags_of_files
 from rectified_flow.cli.distill import DistillationData, open_distilled
 from rectified_flow.cli.open_data import Holding, OpenData, open_data
+from rectified_flow.cli.plan_document import write_plan
 from rectified_flow.cli.record import check_one_step, distillation_of, handed_on, recorded_space, with_record
 from rectified_flow.cli.settings import Settings
 from rectified_flow.cli.training_flags import DataConfig, InitConfig, OneStepConfig, TrainConfig
@@ -155,6 +156,7 @@ def train_on(
         accelerator.print(summarize(run, accelerator, flow, shown, items))
         if pictures is not None:
             write_sheet_of_dry_run(flow, pictures, words, run, mirrored=values.data.horizontal_flip)
+            write_plan(recorded(values), pictures, words)
         return True
 
     records: dict[str, Any] = {"data": describe(data.description), "flags": recorded(values)}

@@ -171,7 +171,7 @@ def test_the_command_lists_its_programs_and_names_its_version() -> None:
     [
         ("trian", "did you mean train?"),
         ("eval", "did you mean evaluate?"),
-        ("--dataset_path", "choose one of train, one-step, sample, evaluate, export, watch"),
+        ("--dataset_path", "choose one of train, one-step, sample, evaluate, export, watch, studio"),
     ],
 )
 def test_an_unknown_program_is_one_sentence(word: str, remedy: str) -> None:

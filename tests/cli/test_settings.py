@@ -17,6 +17,7 @@ from rectified_flow.cli.settings import Settings, read_settings
 from rectified_flow.cli.training_flags import OneStepConfig, TrainConfig
 from rectified_flow.flags import recorded
 from rectified_flow.runs import checkpoint
+from rectified_flow.studio.flags import StudioConfig
 
 
 def settings_of(words: str, kind: type[TrainConfig] = TrainConfig) -> Settings[TrainConfig]:
@@ -175,3 +176,8 @@ def test_the_help_ends_in_a_narrow_terminal(
         read_settings(WatchConfig, "", ["--help"])
     assert "usage" in capsys.readouterr().out
     assert os.environ["COLUMNS"] == str(columns)
+
+
+def test_a_folder_without_a_flag_is_given() -> None:
+    assert read_settings(WatchConfig, "", ["elsewhere"]).values.watched.runs == Path("elsewhere")
+    assert read_settings(StudioConfig, "", ["elsewhere", "--no_open"]).values.page.runs == Path("elsewhere")

@@ -158,6 +158,11 @@ def test_a_dry_run_writes_the_sheet_beside_the_store_and_a_run_into_its_folder(o
     [sheet] = (tmp_path / "cache").glob("*-data.png")
     assert f"data sheet  {sheet}" in said
     assert not (tmp_path / "run").exists(), "a dry run claims nothing"
+    [path] = (tmp_path / "cache").glob("*-plan.json")
+    assert f"plan        {path}" in said
+    plan = json.loads(path.read_text())
+    assert (plan["flags"]["image_size"], plan["flags"]["autoencoder"]) == (16, ["small"])
+    assert "\n".join(plan["words"]) == Image.open(sheet).info["Description"]
     first, second = run_on_ranks(2, printed, flags)
     assert f"data sheet  {tmp_path}/run/data.png" in first
     assert "pictures" not in second

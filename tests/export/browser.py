@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from rectified_flow.export.serving import serving
 from rectified_flow.flows.flow import Flow, sample_batches
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.solvers import Guidance
+from rectified_flow.system.serving import serving
 from tests.patience import PATIENCE
 from tests.programs import call
 from tests.tiny_flows import write

@@ -14,7 +14,6 @@ import torch
 from PIL import Image
 
 from rectified_flow.condition import Labels, Number
-from rectified_flow.export.serving import QuietHandler
 from rectified_flow.export.web_page import finished, page_sources
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.rectified import RectifiedFlow
@@ -22,6 +21,7 @@ from rectified_flow.flows.solvers import Guidance
 from rectified_flow.measurements.space import Fields
 from rectified_flow.networks.unet import Unet
 from rectified_flow.spaces.pixels import Pixels
+from rectified_flow.system.serving import QuietHandler
 from rectified_flow.text.caption import Caption
 from rectified_flow.text.encoders import BagOfWords
 from tests.export.browser import HAS_CARD, UNNAMED, Shown, drawn, export_page, looking_at, page_of, serving

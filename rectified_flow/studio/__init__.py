@@ -1,0 +1,15 @@
+"""The studio: the way from pictures to a generator on a page in the browser. Optional: no other folder imports it."""
+
+from pathlib import Path
+
+
+def launch(folder: str | Path = "runs", *, inline: bool = True) -> None:
+    """Open the studio from Python, for example in a cell of Jupyter or Colab; the page is served until Python ends.
+
+    Args:
+        folder: folder of the runs, in which the studio writes.
+        inline: show the page below the cell. Otherwise, its address is printed.
+    """
+    from rectified_flow.studio.serve import open_page
+
+    open_page(Path(folder), inline=inline)

@@ -1,0 +1,121 @@
+"""Tests of the state of runs as the studio reads it."""
+
+import json
+import os
+import platform
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rectified_flow.runs import folder as run_folder
+from rectified_flow.runs.checkpoint import CONFIG_FILE
+from rectified_flow.studio import runs
+from rectified_flow.studio.runs import Control, RunFolder
+from tests.patience import PATIENCE
+
+CONDITIONS = {
+    "labels": {"kind": "Labels", "num_classes": 2, "names": ["cat", "<b>dog"]},
+    "size": {"kind": "Number", "quantiles": [1.0, 2.0, 8.0]},
+    "text": {"kind": "Caption", "encoder": {}, "examples": ["a red cat"]},
+}
+
+
+def write(folder: Path, name: str, document: object) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(json.dumps(document))
+
+
+def status(state: str, **more: object) -> dict[str, object]:
+    now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    return {
+        "state": state,
+        "step": 3,
+        "total_steps": 10,
+        "time": now,
+        "host": platform.node(),
+        "pid": os.getpid(),
+        **more,
+    }
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    write(
+        tmp_path / "cats",
+        runs.CONFIG,
+        {"training": {"method": "rectified"}, "flow": {"network": {"conditions": CONDITIONS}}},
+    )
+    write(tmp_path / "cats", runs.STATUS, status("running"))
+    return tmp_path / "cats"
+
+
+def test_names_of_files_are_those_of_a_run() -> None:
+    assert (CONFIG_FILE, run_folder.STATUS_FILE, run_folder.CLOCK_FILE) == (runs.CONFIG, runs.STATUS, runs.CLOCK)
+    assert (run_folder.SAMPLES, run_folder.LOGS[0]) == (runs.SAMPLES, runs.METRICS)
+
+
+def test_a_run_trains_if_its_process_lives_and_is_older_than_its_status(run: Path) -> None:
+    assert RunFolder(run).state == "running"
+    write(run, runs.STATUS, status("running", pid=psutil.pids()[-1] + 10_000_000))
+    assert RunFolder(run).state == "interrupted", "it was killed"
+    write(run, runs.STATUS, status("running", time="2001-01-01T00:00:00+0000"))
+    assert RunFolder(run).state == "interrupted", "another process has its number"
+
+
+def test_a_run_of_another_machine_is_as_its_status_says(run: Path) -> None:
+    write(run, runs.STATUS, status("running", host="elsewhere", pid=1))
+    assert (RunFolder(run).state, RunFolder(run).is_elsewhere) == ("running", True)
+
+
+def test_a_run_ends_by_its_clock_or_else_by_its_speed(run: Path) -> None:
+    (run / runs.METRICS).write_text('{"step": 4, "images_seen": 32, "images_per_second": 2.0}\n{"step": 5, "ima')
+    assert RunFolder(run).step == 4
+    assert RunFolder(run).ends == pytest.approx(time.time() + 6 * 8 / 2, abs=2)
+    write(run, runs.CLOCK, {"seconds": 100.0, "used": 40.0, "planned": 10, "changes": [[2, 12], [3, 20]]})
+    assert RunFolder(run).ends == pytest.approx(time.time() + 60, abs=2)
+    assert RunFolder(run).total == 20
+
+
+def test_a_folder_that_vanishes_or_is_damaged_has_no_state(tmp_path: Path) -> None:
+    gone = RunFolder(tmp_path / "gone")
+    assert (gone.state, gone.step, gone.samples, gone.losses, gone.has_checkpoint) == ("interrupted", 0, {}, [], False)
+    write(tmp_path / "odd", runs.CONFIG, {"training": {"method": 3}, "flow": [1]})
+    (tmp_path / "odd" / runs.METRICS).write_bytes(b'[1]\n\xff\n{"step": "x"}\n')
+    odd = RunFolder(tmp_path / "odd")
+    assert (odd.step, odd.controls, odd.takes_pictures, odd.losses) == (0, [], False, [])
+
+
+def test_conditions_are_the_controls_of_a_person(run: Path) -> None:
+    assert RunFolder(run).controls == [
+        Control("labels", choices=("cat", "<b>dog")),
+        Control("size", span=(1.0, 8.0)),
+        Control("text", examples=("a red cat",)),
+    ]
+
+
+def test_runs_and_their_one_step_generators_are_found_newest_first(run: Path) -> None:
+    for name in ("cats/one-step", "dogs"):
+        write(run.parent / name, runs.CONFIG, {"training": {"method": "distill"}})
+        write(run.parent / name, runs.STATUS, status("finished"))
+    write(run.parent / "other", runs.CONFIG, {"model": 1})
+    for age, name in enumerate(("dogs", "cats", "cats/one-step")):
+        os.utime(run.parent / name / runs.STATUS, (age, age))
+    assert runs.run_folders(run.parent) == [run / "one-step", run, run.parent / "dogs"]
+
+
+def test_a_curve_has_a_measurement_once(run: Path) -> None:
+    lines = [{"step": 1, "loss": 2.0, "heldout_loss": 3.0}, {"step": 2, "loss": 1.0, "heldout_loss": 3.0}]
+    (run / runs.METRICS).write_text("\n".join(map(json.dumps, lines)))
+    assert [(row["step"], row["loss"]) for row in RunFolder(run).losses] == [(1, 2.0), (1, 3.0), (2, 1.0)]
+
+
+def test_a_run_of_a_terminal_is_asked_to_stop(run: Path) -> None:
+    process = subprocess.Popen(["sleep", "600"])
+    write(run, runs.STATUS, status("running", pid=process.pid))
+    RunFolder(run).stop()
+    assert process.wait(PATIENCE) == -signal.SIGTERM
+    RunFolder(run).stop()

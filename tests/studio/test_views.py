@@ -1,0 +1,136 @@
+"""Tests of the commands and the words of the page."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from rectified_flow.cli.settings import read_settings
+from rectified_flow.cli.training_flags import TrainConfig
+from rectified_flow.errors import UsageError
+from rectified_flow.studio import commands, runs, views
+from rectified_flow.studio.jobs import Command, Job
+from rectified_flow.studio.runs import RunFolder
+from tests.studio.test_runs import status, write
+
+HOSTILE = "<img src=x onerror=alert(1)>"
+
+
+def test_the_words_of_a_training_are_those_of_the_program(tmp_path: Path) -> None:
+    data = commands.data_flags(str(tmp_path))
+    words = commands.train(Path("runs/cats"), data, 12, {"condition_on": ["size"], "use_cfg": True, "dim": ["8"]})
+    values = read_settings(TrainConfig, "", words[1:]).values
+    assert (values.program.budget, values.data.dataset_path) == ("12m", tmp_path)
+    assert (values.columns.condition_on, values.network.use_cfg, values.network.dim) == (("size",), True, 8)
+    assert "--budget" not in commands.train(Path("runs/cats"), data, 12, {"num_epochs": ["2"]})
+    assert "synthetic-flowers" in commands.train(Path("runs/f"), commands.data_flags(" "), 8, {})
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/b", ".hidden", "-x" * 40, HOSTILE, "a\nb"])
+def test_a_run_has_the_name_of_a_folder(name: str) -> None:
+    with pytest.raises(UsageError, match="The name may have letters"):
+        commands.run_name(name)
+
+
+def test_a_name_may_have_spaces_and_letters_of_any_script() -> None:
+    assert commands.run_name(" Meine Blüten 2 ") == "Meine Blüten 2"
+
+
+def test_a_folder_that_is_missing_is_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is not a folder on this machine"):
+        commands.data_flags(str(tmp_path / "gone"))
+
+
+def test_conditions_become_flags_of_sample(tmp_path: Path) -> None:
+    conditions = {
+        "labels": {"kind": "Labels", "num_classes": 1, "names": ["cat"]},
+        "text": {"encoder": {}, "examples": ["a"]},
+    }
+    write(tmp_path, runs.CONFIG, {"training": {}, "flow": {"network": {"conditions": conditions}}})
+    words = commands.draw(RunFolder(tmp_path), {"labels": "cat", "text": "a red cat"}, {"nearest": True, "seed": 3})
+    assert words == [
+        "sample",
+        "--checkpoint",
+        str(tmp_path),
+        *["--set", "labels=cat", "--prompt"],
+        "a red cat",
+        "--nearest",
+        "--seed",
+        "3",
+    ]
+
+
+def test_a_finished_run_is_extended_by_its_speed(tmp_path: Path) -> None:
+    write(tmp_path, runs.CONFIG, {"training": {"method": "rectified"}})
+    write(tmp_path, runs.STATUS, status("finished", step=10))
+    with pytest.raises(UsageError, match="too short to know its speed"):
+        commands.extend(RunFolder(tmp_path), 1)
+    (tmp_path / runs.METRICS).write_text('{"step": 10, "images_seen": 80, "images_per_second": 4.0}\n')
+    assert commands.extend(RunFolder(tmp_path), 1)[-2:] == ["--train_num_steps", "40"]
+
+
+def job_of(folder: Path, output: str, code: int | None = None) -> Job:
+    folder.mkdir(parents=True)
+    write(
+        folder, "job.json", {"kind": "look", "run": "cats", "words": ["train", "--output_dir", "runs/a", "--dry_run"]}
+    )
+    (folder / "output.txt").write_text(output)
+    if code is not None:
+        write(folder, "ended.json", {"code": code})
+    return Job(folder)
+
+
+def test_the_plan_of_a_dry_run_is_read_and_its_sheet_is_kept(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        "plan.json",
+        {"flags": {"image_size": 128, "train_num_steps": 1900, "global_batch_size": 32, "batch_size": None}},
+    )
+    (tmp_path / "sheet.png").write_bytes(b"png")
+    job = job_of(tmp_path / "1.5-x", f"data sheet  {tmp_path}/sheet.png\nplan        {tmp_path}/plan.json\n", 0)
+    text = views.plan_words(views.plan_of(job), 60)
+    assert re.fullmatch(r"128 px, about 61,000 images shown to the network, ready at \d\d:\d\d( on \w+)?", text)
+    assert views.plan_words(views.plan_of(job), None).endswith("network")
+    kept = views.sheet_of(job)
+    (tmp_path / "sheet.png").unlink()
+    assert kept is not None
+    assert kept.read_bytes() == b"png"
+    assert commands.without_look(job, "b") == ["train", "--output_dir", "runs/b"]
+
+
+def test_an_error_is_shown_without_the_name_of_the_program(tmp_path: Path) -> None:
+    job = job_of(tmp_path / "1.5-x", f"recipe\nrectified-flow train: error: {HOSTILE} holds no pictures\n", 2)
+    shown = views.job_card(job, "Looking", "")
+    assert "&lt;img src=x onerror=alert(1)&gt; holds no pictures" in shown
+    assert "error:" not in shown
+    assert "<img" not in shown
+
+
+@pytest.mark.parametrize(
+    ("state", "title"),
+    [("finished", "Finished"), ("failed", "Failed"), ("interrupted", "Stopped"), ("running", "Training")],
+)
+def test_the_card_of_a_run_escapes_what_it_shows(tmp_path: Path, state: str, title: str) -> None:
+    folder = tmp_path / "cats"
+    write(folder, runs.CONFIG, {"training": {}})
+    write(folder, runs.STATUS, status(state, message=HOSTILE, **({"host": HOSTILE} if state == "running" else {})))
+    shown = views.run_card(tmp_path, folder)
+    assert title in shown
+    assert "<img" not in shown
+
+
+def test_warnings_of_a_training_are_shown_once() -> None:
+    assert views.warnings("warning: the disk is full\nx\nwarning: the disk is full\n") == ["the disk is full"]
+
+
+def test_a_command_is_shown_as_a_shell_takes_it() -> None:
+    assert "rectified-flow sample --prompt &#x27;a &lt;b&gt;&#x27;" in views.terminal(["sample", "--prompt", "a <b>"])
+
+
+def test_choices_of_a_job_outlive_the_studio(tmp_path: Path) -> None:
+    (tmp_path / "1.5-x").mkdir()
+    (tmp_path / "1.5-x/job.json").write_text(
+        json.dumps({"kind": "take", "run": HOSTILE, "words": [], "choices": {"form": "page"}})
+    )
+    assert Job(tmp_path / "1.5-x").command == Command("take", HOSTILE, [], {"form": "page"})
