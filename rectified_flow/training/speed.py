@@ -24,6 +24,7 @@ from rectified_flow.training.stepper import constant_average, trained_parameters
 
 PIXELS = 2**14  # of a measured batch on a CPU; with half of them, a step of 64 px looks 20% slower than it is
 MAX_STEPS, MIN_STEPS, MAX_SECONDS = 6, 2, 2.0  # measured steps; no further one starts after these seconds
+SLOW_STEP = 5.0  # only one further step is measured if the first takes more than these seconds
 AVERAGE = 0.99  # decay of the average of the weights in measured steps; its time does not depend on it
 BYTES_PER_WEIGHT = 20  # float32 weight, gradient, two moments and average
 
@@ -102,8 +103,8 @@ def measure_speed(
             began = time.perf_counter()
             with saved_tensors_hooks(keep, lambda value: value):
                 step()  # not measured, since it allocates memory
-            times, deadline = list[float](), time.perf_counter() + MAX_SECONDS
-            least = 1 if deadline - began > 2 * MAX_SECONDS else MIN_STEPS
+            now, times = time.perf_counter(), list[float]()
+            deadline, least = now + MAX_SECONDS, 1 if now - began > SLOW_STEP else MIN_STEPS
             while len(times) < least or (len(times) < MAX_STEPS and time.perf_counter() < deadline):
                 times.append(step())
         except torch.OutOfMemoryError:

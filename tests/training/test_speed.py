@@ -78,13 +78,17 @@ def test_two_steps_are_measured_on_a_slow_machine(monkeypatch: pytest.MonkeyPatc
     assert measured(flow_of(32), 64).rate == pytest.approx(64 / (4 * 2.5 + 0.5)), "the mean of both"
 
 
-def test_a_measured_step_clips_and_averages_as_a_run_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both take time that a run would lack."""
+@pytest.mark.parametrize(("slow", "steps"), [(float("inf"), 3), (0.0, 2)])
+def test_a_measured_step_clips_and_averages_as_a_run_does(
+    slow: float, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both take time that a run would lack. If steps are very slow, only one is measured after the first."""
     done: list[str] = []
+    monkeypatch.setattr(speed, "SLOW_STEP", slow)
     monkeypatch.setattr(EMA, "update", lambda _: done.append("average"))
     monkeypatch.setattr(speed, "clip_grad_norm_", lambda *_: done.append("clip"))
     measured(flow_of(8), 2)
-    assert done == ["clip", "average"] * 3, "the first step is not measured"
+    assert done == ["clip", "average"] * steps, "the first step is not measured"
 
 
 def test_a_full_memory_has_no_speed() -> None:
