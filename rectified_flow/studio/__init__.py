@@ -1,4 +1,4 @@
-"""The studio: the way from pictures to a generator on a page in the browser. Optional: no other folder imports it."""
+"""The studio: a page in the browser for all steps of a run. Optional: no other folder imports it."""
 
 from pathlib import Path
 

@@ -14,7 +14,7 @@ from rectified_flow.studio.runs import Document
 from rectified_flow.studio.uploads import receive
 
 CLASSES = "="
-"""The value of the tick for the classes; a column of a command line cannot be named so."""
+"""Value of the checkbox for the classes; no column on a command line can have this name."""
 AS_THEY_ARE, TRANSLATE = "Make pictures like these", "Turn other pictures into pictures like these"
 GOALS: Mapping[str, Mapping[str, object]] = {
     AS_THEY_ARE: {},
@@ -28,7 +28,7 @@ Choices = Mapping[str, object]
 
 
 class ChooseTabs:
-    """Both tabs. The draft is a look at the data, a job whose choices fill the page again after a reload."""
+    """The tabs Pictures and Time. A draft is a job that plans a run; its choices fill the page after a reload."""
 
     def __init__(self, runs: Path, run: gr.Dropdown, tabs: gr.Tabs) -> None:
         self.runs = runs
@@ -44,7 +44,7 @@ class ChooseTabs:
                     flowers = gr.Button("Try it with drawn flowers")
             self.seen = gr.HTML()
             self.on = gr.Button("Next: the time", variant="primary", visible=False, elem_id="next")
-            label, info = "Draw by", "What you can ask the generator for."
+            label, info = "Conditions", "Classes and columns that you can choose when you generate pictures."
             self.columns = gr.CheckboxGroup([], label=label, info=info, visible=False, interactive=True)
             label = "Some of the pictures, as the network gets them"
             self.sheet = gr.Image(label=label, interactive=False, visible=False, buttons=["fullscreen"])
@@ -59,7 +59,7 @@ class ChooseTabs:
                 "8 for a first look, 60 for good pictures",
             )
             self.minutes = gr.Slider(least, most, FIRST_MINUTES, step=1, label="Minutes to train", info=info)
-            label, info = "Then make a one-step generator, too", "It draws at once, and takes half of the time."
+            label, info = "Then make a one-step generator, too", "It generates at once; its training takes half of the time."
             self.one_step = gr.Checkbox(label=label, info=info)
             self.plan = gr.HTML()
             self.go = gr.Button("Start", variant="primary", interactive=False, elem_id="start")
@@ -189,7 +189,7 @@ class ChooseTabs:
             self.seen: views.card(f"{plan['pictures']:,} pictures to train on", tone="good"),
             self.sheet: gr.update(value=sheet, visible=sheet is not None, alt_text=". ".join(facts)),
             self.columns: gr.update(choices=ticks, visible=bool(ticks)),
-            self.plan: views.card(text, "Another run trains; this one will wait in line." * bool(wait), tone="good"),
+            self.plan: views.card(text, "Another run is training; this one will wait." * bool(wait), tone="good"),
         }
 
     def start(self, draft: str, *values: object) -> tuple[object, ...]:
@@ -197,7 +197,7 @@ class ChooseTabs:
         choices = self._named(values)
         name, words = commands.run_name(str(choices["name"])), self._words(choices)
         if (self.runs / name).exists() or name in [job.command.run for job in jobs.queue(self.runs)]:
-            raise UsageError(f"There is a run called {name}: choose another name, or go on with that run under Watch.")
+            raise UsageError(f"There is a run called {name}: choose another name, or resume that run on the tab Watch.")
         jobs.start(self.runs, jobs.Command("train", name, words))
         return gr.update(value=name, choices=[(name, name)], visible=True), gr.Tabs(selected="watch")
 

@@ -17,11 +17,11 @@ FLOWERS: Mapping[str, object] = {
     "init_from": "starter",
     "max_train_samples": 1500,
 }
-"""The first visit: drawn flowers, as ``make demo`` trains on them."""
+"""Flags of a first run on drawn flowers, as in ``make demo``."""
 NAME = re.compile(r"[\w-][\w .-]{0,59}")
 LEAST_MINUTES, MOST_MINUTES = 3, 12 * 60
 TIMES = (3, 5, 8, 12, 20, 30, 45, 60, 90, 120, 180, 300, 480, 720)
-"""Minutes that a training may take, from a coffee to a night."""
+"""Times of a training to choose from [min]."""
 LENGTHS = {"train_num_steps", "num_epochs"}
 """Flags that give the length of a run in place of its time."""
 Values = Mapping[str, object]
@@ -31,7 +31,7 @@ def run_name(text: str) -> str:
     """Return the name of a run, which becomes the name of its folder."""
     name = text.strip()
     if not NAME.fullmatch(name):
-        raise UsageError("The name may have letters, digits, spaces, dots, - and _, and at most 60 of them.")
+        raise UsageError("The name may have letters, digits, spaces, dots, - and _, and at most 60 characters.")
     return name
 
 
@@ -62,7 +62,7 @@ def look(words: Sequence[str]) -> list[str]:
 
 
 def seconds_of(job: Job, wait: float) -> float | None:
-    """Return the seconds until a training is ready that begins after a wait; None if a setting gives its length."""
+    """Return the time until a training that starts after a wait is over [s]; None if a setting gives its length."""
     choices = job.command.choices
     return None if any(choices.get(name) for name in LENGTHS) else wait + 60 * float(str(choices["minutes"]))
 
@@ -82,7 +82,7 @@ def extend(run: RunFolder, minutes: float) -> list[str]:
     """Return the words that train a finished run for some more minutes, at the speed of its last steps."""
     seen, rate = (float(str(run.last_line.get(name) or 0)) for name in ("images_seen", "images_per_second"))
     if not rate or not run.step:
-        raise UsageError("This run is too short to know its speed; start it again with more time.")
+        raise UsageError("This run is too short to measure its speed; start it again with more time.")
     steps = run.total + max(1, round(60 * minutes * rate * run.step / seen))
     return [*resume(run), *command_line({"train_num_steps": steps})]
 
@@ -96,7 +96,7 @@ def draw(run: RunFolder, conditions: Mapping[str, str], flags: Values) -> list[s
 
 
 TAKEN: Mapping[str, str] = {"page": "exported", "onnx": "onnx", "diffusers": "diffusers"}
-"""Folders, in that of the run, of the forms in which a generator can be taken away."""
+"""Folders of the exported forms of a generator, in the folder of its run."""
 
 
 def take(run: RunFolder, form: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Events of the page: a handler answers at once, and a mistake of the user is a sentence."""
+"""Events of the page: a handler returns without waiting, and a UsageError is shown as a message."""
 
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -38,9 +38,9 @@ def act(
     *,
     queue: bool = True,
 ) -> None:
-    """Call a handler upon an event of the page, and nothing else: programs find no interface there.
+    """Call a handler on an event of the page. The event is not part of an API for other programs.
 
-    A handler starts processes and waits for none. Only one with a queue can show a mistake.
+    A handler does not wait for the processes that it starts. Only a handler with a queue can show an error.
     """
 
     @wraps(handler)

@@ -25,7 +25,7 @@ class PageConfig(Flags):
     host: Annotated[str, flag(needs="password")] = LOCALHOST
     """Address of this machine to listen on, if other machines may open the page; it needs a password."""
     password: Annotated[str | None, default_is("none")] = None
-    """Password of the page. The name of the user is studio."""
+    """Password of the page. The user name is studio."""
     open: bool = True
     """Open the page in a browser."""
 

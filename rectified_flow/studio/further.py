@@ -61,7 +61,7 @@ class Further:
         try:
             return {name: YES.get(text, split(text)) for name, text in given.items()}
         except ValueError as error:
-            raise UsageError("A further setting has a quotation mark without its partner.") from error
+            raise UsageError("A further setting has an unmatched quotation mark.") from error
 
 
 def flags_of(kind: type) -> Iterator[tuple[str, str, list[str]]]:

@@ -39,7 +39,7 @@ NICENESS = {"train": 10}
 CLOCK_ERROR = 2.0  # largest difference of two readings of the time when a process was created [s]
 Kind = Literal["look", "train", "draw", "take"]
 JobState = Literal["waiting", "running", "ended", "lost"]
-"""A job is lost if its keeper and its command ended without a word, as when the machine was switched off."""
+"""A job is lost if its keeper and its command ended without ``ended.json``, as when the machine was switched off."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Process:
-    """A process, which another one with the same number is not taken for."""
+    """A process, identified by its number and its time of creation, as numbers are reused."""
 
     pid: int
     created: float
@@ -82,7 +82,7 @@ class Process:
 
 @dataclass(frozen=True)
 class Job:
-    """A command that was asked for. Jobs are ordered by the time at which they were made, which their folders name."""
+    """A command that was asked for. The name of its folder begins with the time of the request, which orders jobs."""
 
     folder: Path
 
@@ -185,7 +185,7 @@ def _place(runs: Path) -> Path:
 
 
 def _keep(job: Job) -> None:
-    """Start the keeper of a job. It is no child that ends with the studio, or that Ctrl-C in its terminal reaches."""
+    """Start the keeper of a job, in a session that neither the end of the studio nor Ctrl-C in its terminal reaches."""
     keeper = subprocess.Popen(
         [sys.executable, "-m", "rectified_flow.studio.jobs", str(job.folder.absolute())],
         stdin=subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""The page: five tabs, one for each step of the way, and the state on the disk shown in them once a second."""
+"""The page: five tabs, one for each step, which show the state on the disk and are refreshed every 1.5 seconds."""
 
 from collections.abc import Mapping
 from hashlib import md5

@@ -67,19 +67,19 @@ class PlayTab:
         on = {"interactive": True}  # Gradio takes a field that is made later for one that shows a result
         with gr.Row():
             count = gr.Slider(1, 64, 16, step=1, label="Pictures", **on)
-            info = "The same seed, the same pictures"
+            info = "The same seed gives the same pictures."
             seed = gr.Number(0, label="Seed", precision=0, minimum=0, maximum=2**32 - 1, info=info, **on)
         guidance, auto = gr.State(None), gr.State(1.0)
         with gr.Accordion("Quality and checks", open=False):
             info = "More steps take longer and are more exact."
             calls = gr.Slider(1, 64, folder.default_steps, step=1, label="Steps", info=info, **on)
             if fields and not folder.is_one_step:
-                info = "Above 1, pictures follow their values more clearly and vary less."
+                info = "Above 1, pictures match the chosen values more closely and vary less."
                 guidance = gr.Slider(0, 6, 1, step=0.25, label="Guidance", info=info, **on)
             if not folder.is_one_step:
-                info = "Above 1, away from an early state of the training."
+                info = "Above 1, samples are guided away from an early checkpoint of the run."
                 auto = gr.Slider(1, 3, 1, step=0.25, label="Autoguidance", info=info, **on)
-            info = "Copies would stand beside their originals."
+            info = "They show whether a picture is a copy of a training picture."
             near = gr.Checkbox(label="Show the nearest training pictures", info=info, **on)
         kinds = {"file_count": "multiple", "file_types": ["image"], "visible": folder.takes_pictures}
         sources = gr.File(label="Pictures to translate", **kinds, **on)
@@ -97,7 +97,7 @@ class PlayTab:
         flags |= {"autoguidance": auto} if auto != 1 else {}
         if run.takes_pictures:
             if not sources:
-                raise UsageError("This run translates pictures: give it some first.")
+                raise UsageError("This run translates pictures: add some first.")
             flags |= {"from_images": _moved(sources, run.folder / SOURCES)}
         texts = {
             control.name: "" if value in (ANY, None) else str(value)
@@ -116,7 +116,7 @@ class PlayTab:
         """Draw variations of a picture: noise is added to it, and taken away again."""
         run = RunFolder(folder_of(self.runs, name))
         if not chosen:
-            raise UsageError("Choose a picture of the gallery first.")
+            raise UsageError("Choose a picture in the gallery first.")
         flags = {"num_samples": 8, "from_images": chosen, "strength": change, "seed": int(time.time()) % 10**6}
         self._start(run, name, flags)
 

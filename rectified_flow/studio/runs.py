@@ -22,7 +22,7 @@ CONFIG, STATUS, CLOCK, METRICS, SAMPLES, DATA = (
     *("config.json", "status.json", "clock.json", "metrics.jsonl"),
     *("samples", "data.png"),
 )
-"""Names of the files of a run, whose home imports torch; tests/studio compares them."""
+"""Names of the files of a run. The modules that define them import torch; tests/studio compares the names."""
 ONE_STEP = "one-step"
 TAIL = 4096  # bytes at the end of a file of lines, which hold the last line
 CURVES = {"loss": "training", "seen_loss": "some training pictures", "heldout_loss": "held-out pictures"}

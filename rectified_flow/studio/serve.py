@@ -29,7 +29,7 @@ def serve(config: StudioConfig) -> None:
             time.sleep(3600)
     finally:
         page.close(verbose=False)
-        print("The page is closed. Trainings go on; start the studio again to see them.", flush=True)
+        print("The page is closed. Running trainings continue; start the studio again to see them.", flush=True)
 
 
 def open_page(

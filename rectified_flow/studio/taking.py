@@ -14,7 +14,7 @@ from rectified_flow.studio.watching import folder_of
 from rectified_flow.system.serving import serving
 
 FORMS = {
-    "page": ("A web page", "Draws in anybody's browser, without a server of yours. Upload the folder to any web host."),
+    "page": ("A web page", "Generates pictures in any browser, without a server. Upload the folder to any web host."),
     "onnx": (
         "A program for other software",
         "ONNX, for apps, games and JavaScript; model.json describes how to call it.",
@@ -68,7 +68,7 @@ class TakeTab:
         return next((job for job in reversed(made) if job.command.choices.get("form") == form), None)
 
     def wanted(self, name: str | None) -> Updates:
-        """Return how far each form of a run is."""
+        """Return the state of each exported form of a run."""
         shown: Updates = {}
         for form in FORMS:
             job = self._newest(name, form) if name else None

@@ -36,7 +36,7 @@ def printed(output: str, label: str) -> str | None:
 def message(output: str) -> str:
     """Return the sentence with which a command ended: an error without the name of the program, or the last line."""
     lines = [line for line in output.splitlines() if line.strip()]
-    return lines[-1].partition("error: ")[2] or lines[-1] if lines else "The command ended without a word."
+    return lines[-1].partition("error: ")[2] or lines[-1] if lines else "The command ended without a message."
 
 
 def warnings(output: str) -> list[str]:
@@ -85,7 +85,7 @@ def plan_words(plan: Document, seconds: float | None) -> str:
 
 
 def wait_of(runs: Path) -> float:
-    """Return the seconds until the training that runs now, if one does, ends; jobs in line count with an hour each."""
+    """Return the time until all trainings in the queue are over [s]; each that has not begun counts as an hour."""
     ahead = queue(runs)
     ends = [RunFolder(runs / job.command.run).ends for job in ahead[:1]]
     return sum(max(0.0, end - time.time()) for end in ends if end) + 3600.0 * max(0, len(ahead) - len(ends))
@@ -138,14 +138,14 @@ def run_card(runs: Path, folder: Path) -> str:
         where = f" on {run.status.get('host')}" if run.is_elsewhere else ""
         title, text = f"Training{where}{when}", f"Step {run.step:,} of {run.total:,}"
     elif state == "waiting":
-        text, share = "Another run trains. This one starts when that ends; nothing else is to be done.", None
+        text, share = "This run starts by itself when the other run ends.", None
     elif state == "preparing" and job is not None:
         text, share = "Pictures are read, and the speed of this machine is measured.", None
     elif state == "failed":
         text = message(job.output) if job is not None else str(run.status.get("message"))
         tone = "bad"
     elif state == "interrupted":
-        text = f"Step {run.step:,} of {run.total:,} is saved. Go on whenever you like."
+        text = f"Step {run.step:,} of {run.total:,} is saved. You can resume the run at any time."
     elif state == "finished":
         text, share, tone = f"{run.step:,} steps. The generator is ready: play with it.", None, "good"
     found = listed(warnings(job.output) if job is not None else [])
@@ -158,7 +158,7 @@ def job_card(job: Job, doing: str, done: str) -> str:
     if state in ("waiting", "running"):
         return card(f"{doing} ({max(0.0, time.time() - job.made):.0f} s)")
     if state == "lost" or job.code:
-        text = message(job.output) if state == "ended" else "The command was ended from outside. Try again."
+        text = message(job.output) if state == "ended" else "The command was killed from outside. Try again."
         return card("That did not work", text, tone="bad")
     return card(done, tone="good") if done else ""
 

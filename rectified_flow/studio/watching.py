@@ -1,4 +1,4 @@
-"""The tab Watch: how a run goes, its newest samples, its loss; stop it, go on, give it more time."""
+"""The tab Watch: the progress of a run, its samples and its loss, and buttons to stop, resume and extend it."""
 
 from pathlib import Path
 
@@ -40,7 +40,7 @@ class WatchTab:
             )
             with gr.Row():
                 self.stop = gr.Button("Stop and save", visible=False, elem_id="stop")
-                self.resume = gr.Button("Go on", visible=False, variant="primary", elem_id="resume")
+                self.resume = gr.Button("Resume", visible=False, variant="primary", elem_id="resume")
                 self.more = gr.Number(10, label="Minutes", minimum=1, maximum=10_000, visible=False, min_width=120)
                 self.extend = gr.Button("Train longer", visible=False, elem_id="extend")
             self.image = gr.Image(
@@ -83,7 +83,7 @@ class WatchTab:
             ),
             self.earlier: gr.update(maximum=max(1, len(samples) - 1), visible=len(samples) > 1),
             self.curve: gr.update(value=Curves(losses, columns=[*COLUMNS]), visible=len(losses) > 1),
-            self.lines: views.last_lines(job) or "This run was not started here.",
+            self.lines: views.last_lines(job) or "This run was not started in the studio.",
         }
 
     def stop_run(self, name: str) -> None:
