@@ -1,4 +1,4 @@
-"""The layer of settings that a run chooses for itself: by its pictures, and by the time that it is given."""
+"""The settings that a run chooses by itself, from its pictures and from its budget."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -36,7 +36,7 @@ from rectified_flow.training.speed import Speed
 def with_pictures(
     settings: Settings[TrainConfig], data: PictureData, source: ImageSource, budget: str | None
 ) -> tuple[Settings[TrainConfig], list[str]]:
-    """Add the flags that suit the pictures of a new run, and return sentences about them, too. Collective.
+    """Return the settings with flags that suit the pictures of a new run, and sentences about the flags. Collective.
 
     Args:
         settings: the settings of the run.
@@ -154,9 +154,9 @@ def chosen_size(
 def with_plan(
     settings: Settings[TrainConfig], budget: str | None, count: int, conditions: ConditionSpecs, space: Space
 ) -> tuple[Settings[TrainConfig], Clock | None]:
-    """Return the settings of a run that takes a time and its clock, and print the plan. Collective.
+    """Return the settings of a run with a budget, and its clock, and print the plan. Collective.
 
-    Without a time, the speed is printed, and the run has no clock.
+    Without a budget, the speed is printed, and the run has no clock.
 
     Args:
         settings: the settings of the run.

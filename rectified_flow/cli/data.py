@@ -40,7 +40,7 @@ def find_data(
         pictures: the flags of the pictures.
         source: the flags of the sources of a translation.
         columns: the flags of the columns.
-        known: the data of flags with the same files or table, which are not found again.
+        known: the data that an earlier call found for the same flags of files or tables, to be used again.
     """
     data, found = _described(pictures, source, columns)
     found = known if found is None and isinstance(known, FileFolder | HuggingFaceSource) else found

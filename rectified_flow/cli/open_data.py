@@ -56,7 +56,7 @@ class OpenData:
         return self.count < plan.MIN_TO_HOLD_OUT or self.description.holdout > 0
 
     def divide(self, dataset: Any) -> tuple[Any, Any]:
-        """Return those of the items or of the rows that are trained on, and those held out; None if none are."""
+        """Return the training part of the items or of the rows, and the held-out part or None."""
         return (dataset, None) if self.split is None else self.split.divide(dataset)
 
 

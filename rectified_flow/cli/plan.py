@@ -39,7 +39,7 @@ SIZES = {  # images from which a size and its --autoencoder give better pictures
     (32, ()): 0,
 }
 SPOILED = 14.0  # error above which an autoencoder spoils pictures (docs/latents.md)
-MOST_FASTER = 1.5  # bound of the speed of a size: this multiple of a smaller one's, in proportion to the pixels
+MOST_FASTER = 1.5  # assumed bound: how many times as fast per pixel a size is as a smaller one
 MIN_SHARE_OF_SIDE = 0.75  # smallest ratio of the side of the pictures to the chosen size; a guess
 STARTER_DIMS = {False: 32, True: 48}  # --dim of the starters for pixels and for latents
 STARTER_SIDES = {"pixels": range(32, 2**14 + 1), "small": range(32)}  # where half of the weights or more fit
@@ -87,7 +87,7 @@ class Facts:
     spent: float = 0.0
     """The time that has passed when the plan is made [s]."""
     runs: int = 1
-    """Number of runs that share the time that has passed: both of ``--one_step`` need the pictures."""
+    """Number of runs that share the time that has passed: with ``--one_step``, both runs need the pictures."""
     memory: float = inf
     """Free memory of a process [bytes]."""
     processes: int = 1
@@ -399,7 +399,7 @@ def _reasons(
 
 
 def _uses_of_time(facts: Facts, images: int, samples: int, speed: Speed) -> dict[str, float]:
-    """Return the parts of the time of a run by name [s]; a teacher draws so many samples before the training."""
+    """Return how a run divides its time, by name [s]; a teacher draws ``samples`` samples before the training."""
     trained = images / speed.rate
     return {
         "to start and read": facts.spent,
@@ -417,4 +417,4 @@ def _why_so_long(facts: Facts, images: int, left: float, fitting: float) -> str:
         reason = f"{done:,.0f} passes; after {passes:,}, samples become copies of the pictures"
     else:
         reason = "since longer runs memorise the pictures" if is_limited else "as many as fit into the time"
-    return f"{reason}; the run ends {duration(left)} before its time: {TOO_FEW_PICTURES}" if is_limited else reason
+    return f"{reason}; the run leaves {duration(left)} unused: {TOO_FEW_PICTURES}" if is_limited else reason

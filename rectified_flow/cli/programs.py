@@ -233,10 +233,10 @@ def watch() -> None:
 
 
 def studio() -> None:
-    """Open a page in the browser for the whole way from pictures to a generator.
+    """Open a page in the browser for all steps from pictures to a generator.
 
-    Each act on the page is a command of this program, which goes on when the page or the studio is closed. It needs the
-    package of the extra studio: pip install '.[studio]'.
+    Each action on the page runs a command of this program, which continues when the page or the studio is closed. Needs
+    the packages of the extra studio: pip install '.[studio]'.
     """
     run("rectified_flow.studio.serve:serve", "rectified_flow.studio.flags:StudioConfig", studio.__doc__)
 

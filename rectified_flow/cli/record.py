@@ -46,15 +46,15 @@ DATA_FLAGS = names_of(DataConfig, SourceConfig, ColumnConfig)
 INHERITED = DATA_FLAGS | names_of(NetworkConfig) | {"prediction"}
 """Flags that a student has from the run of its teacher."""
 OF_FIRST_RUN = INHERITED | names_of(InitConfig, FlowConfig) | {"sample_steps"}
-"""Flags that mean the first run of ``--one_step`` alone: the second run inherits them, or has values of its own."""
+"""Flags that apply to the first run of ``--one_step`` only: the second run inherits them, or has its own values."""
 OF_COMMAND = names_of(TrainProgramConfig) - names_of(ProgramConfig)
 """Flags of the whole command, such as ``--budget``."""
 
 
 def handed_on(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the given flags that the second run of ``--one_step`` has, too.
+    """Return the given flags that also apply to the second run of ``--one_step``.
 
-    These are all that describe this machine, the training and its evaluation, unless a teacher excludes them.
+    These are the flags of this machine, of the training and of its evaluation that ``--teacher`` does not exclude.
     """
     rules = rules_of(TrainConfig)
     others = OF_COMMAND | DATA_FLAGS | set(rules["teacher"].excludes.split())

@@ -270,8 +270,8 @@ def read_pictures(files: Sequence[Path]) -> Tensor:
 def _write_nearest(data: RealData, outputs: Outputs, state: PartialState) -> None:
     """Write a sheet of samples, each before the training pictures that are nearest to it, with their distances.
 
-    The distance is the root mean square difference between the mean colours of 8x8 fields, in grey levels of 256, of
-    a training picture or of its mirror image, as the autoencoder, if there is one, reconstructs it. Collective.
+    The distance is the root mean square difference between the mean colours of 8x8 fields, in grey levels of 256, and
+    mirror images count as equal. On latents, the training pictures are the autoencoder's reconstructions. Collective.
     """
     colours = average_colours()
     real = reference_features(data, colours, medium=outputs.medium if outputs.medium.codec else None)

@@ -315,7 +315,7 @@ class TrainConfig:
 
     @property
     def is_planned(self) -> bool:
-        """Whether the program chooses flags that are not given: for data of the user's or of a teacher, or a time."""
+        """Whether the program chooses flags that are not given, for a folder of pictures, a teacher or a budget."""
         has_own_data = self.data.dataset_path is not None or self.teacher.teacher is not None
         is_timed = self.program.budget is not None or self.program.one_step
         return (has_own_data or is_timed) and self.program.config is None

@@ -51,7 +51,7 @@ the second list are without a folder."""
 
 
 class PictureNames:
-    """The numbers of pictures by their names as people write them: unique ones in any case, with any suffix or none.
+    """Find the numbers of pictures by unique names, with any capitalisation, and with any suffix or none.
 
     Args:
         files: the pictures.
@@ -65,8 +65,8 @@ class PictureNames:
     def find(self, name: object, folder: Path) -> int | None:
         """Return the number of the picture with a name relative to a folder; None if there is none, or several.
 
-        The name may be a URL, an absolute path on another machine, quoted as in a URL, a number without zeros in front,
-        or that of a file with a number behind it.
+        The name may be a URL, an absolute path on another machine, percent-encoded, a number without leading zeros, or
+        the name of a file followed by ``#`` and a number.
         """
         text = "" if name is None else str(name).strip().replace("\\", "/")
         found = (self._match(spelling, folder) for spelling in dict.fromkeys(_spellings(text)))

@@ -59,7 +59,7 @@ class ChooseTabs:
                 "8 for a first look, 60 for good pictures",
             )
             self.minutes = gr.Slider(least, most, FIRST_MINUTES, step=1, label="Minutes to train", info=info)
-            label, info = "Then make a one-step generator, too", "It generates at once; its training takes half of the time."
+            label, info = "Then make a one-step generator, too", "It draws at once, and takes half of the time."
             self.one_step = gr.Checkbox(label=label, info=info)
             self.plan = gr.HTML()
             self.go = gr.Button("Start", variant="primary", interactive=False, elem_id="start")

@@ -17,7 +17,7 @@ FLOWERS: Mapping[str, object] = {
     "init_from": "starter",
     "max_train_samples": 1500,
 }
-"""Flags of a first run on drawn flowers, as in ``make demo``."""
+"""The first visit: drawn flowers, as ``make demo`` trains on them."""
 NAME = re.compile(r"[\w-][\w .-]{0,59}")
 LEAST_MINUTES, MOST_MINUTES = 3, 12 * 60
 TIMES = (3, 5, 8, 12, 20, 30, 45, 60, 90, 120, 180, 300, 480, 720)

@@ -1,4 +1,4 @@
-"""Events of the page: a handler returns without waiting, and a UsageError is shown as a message."""
+"""Events of the page: a handler answers at once, and a mistake of the user is a sentence."""
 
 from collections.abc import Callable, Sequence
 from functools import wraps

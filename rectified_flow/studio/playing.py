@@ -97,7 +97,7 @@ class PlayTab:
         flags |= {"autoguidance": auto} if auto != 1 else {}
         if run.takes_pictures:
             if not sources:
-                raise UsageError("This run translates pictures: add some first.")
+                raise UsageError("This run translates pictures: give it some first.")
             flags |= {"from_images": _moved(sources, run.folder / SOURCES)}
         texts = {
             control.name: "" if value in (ANY, None) else str(value)

@@ -68,7 +68,7 @@ class TakeTab:
         return next((job for job in reversed(made) if job.command.choices.get("form") == form), None)
 
     def wanted(self, name: str | None) -> Updates:
-        """Return the state of each exported form of a run."""
+        """Return how far each form of a run is."""
         shown: Updates = {}
         for form in FORMS:
             job = self._newest(name, form) if name else None

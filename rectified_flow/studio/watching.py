@@ -1,4 +1,4 @@
-"""The tab Watch: the progress of a run, its samples and its loss, and buttons to stop, resume and extend it."""
+"""The tab Watch: how a run goes, its newest samples, its loss; stop it, go on, give it more time."""
 
 from pathlib import Path
 

@@ -83,7 +83,7 @@ class ClockFile:
     seconds: Seconds
     """The time that the run was given [s]."""
     asked: Seconds
-    """The time that was asked for [s], which is less if the preparation took nearly all of it."""
+    """The time that was asked for [s]; less than ``seconds`` if the preparation took most of it."""
     used: Seconds
     """The part of the time that had passed when the file was written [s]."""
     planned: Natural

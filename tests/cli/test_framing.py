@@ -140,7 +140,7 @@ def test_single_channels_are_said(tmp_path: Path) -> None:
     for name in ("A_C0", "A_C1"):
         save(tmp_path / f"pics/{name}.tif", 16, 16, dtype="uint16", most=60_000)
     [said, _] = FieldFolder(tmp_path / "pics").notes
-    assert said.startswith("the files come in groups with equal names but for a part (C0, C1), such as A_C0.tif and")
+    assert said.startswith("the files come in groups whose names differ in one part (C0, C1), such as A_C0.tif and")
 
 
 def drawing(side: int) -> Image.Image:

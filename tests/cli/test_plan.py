@@ -176,7 +176,7 @@ def test_few_pictures_limit_the_length_and_the_width(facts: Facts, passes: int, 
     most = 1000 if facts.augment else 400
     copies = f"{images(made) / facts.pictures:,.0f} passes; after {most:,}, samples become copies of the pictures"
     assert (copies if passes > most else "since longer runs memorise the pictures") in made.reasons["length"]
-    assert "; the run ends 30 days before its time: add pictures, or pass --train_num_steps" in made.reasons["length"]
+    assert "; the run leaves 30 days unused: add pictures, or pass --train_num_steps" in made.reasons["length"]
 
 
 def test_the_parts_of_the_time_are_those_of_the_run() -> None:

@@ -142,7 +142,7 @@ def test_a_file_in_place_of_its_folder_is_named_with_the_folder(tmp_path: Path, 
         open_dataset("", tmp_path / name, image_size=8)
 
 
-CHANNELS = "the files come in groups with equal names but for a part ({}), such as {} and {}, and each is read as a"
+CHANNELS = "the files come in groups whose names differ in one part ({}), such as {} and {}, and each is read as a"
 GROUPS = {
     "channels of microscopes": ("A_C0.tif|A_C1.tif|B_C0.tif|B_C1.tif", "C0, C1", "A_C0.tif|A_C1.tif"),
     "channels with other numbers": ("A_w1_1.TIF|A_w2_1.TIF|B_w1_3.TIF|B_w2_3.TIF", "w1, w2", "A_w1_1.TIF|A_w2_1.TIF"),

@@ -71,6 +71,6 @@ def _note_on(parts: Sequence[str], example: Sequence[str]) -> str:
     shown = [part if len(suffixes) > 1 else part.rpartition(".")[0] or "none" for part in parts]
     listed = ", ".join(shown[:MOST_NAMED]) + ", ..." * (len(shown) > MOST_NAMED)
     one, other, *_ = example
-    found = f"the files come in groups with equal names but for a part ({listed}), such as {one} and {other}"
+    found = f"the files come in groups whose names differ in one part ({listed}), such as {one} and {other}"
     remedy = "keep one of each group if they are channels or versions of one picture; move them into subfolders"
     return f"{found}, and each is read as a picture: {remedy} if they are classes"
