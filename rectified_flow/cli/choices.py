@@ -36,7 +36,7 @@ from rectified_flow.training.speed import Speed
 def with_pictures(
     settings: Settings[TrainConfig], data: PictureData, source: ImageSource, budget: str | None
 ) -> tuple[Settings[TrainConfig], list[str]]:
-    """Return the settings with flags that suit the pictures of a new run, and sentences about the flags. Collective.
+    """Add the flags that suit the pictures of a new run, and return sentences about them, too. Collective.
 
     Args:
         settings: the settings of the run.

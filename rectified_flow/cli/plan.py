@@ -87,7 +87,7 @@ class Facts:
     spent: float = 0.0
     """The time that has passed when the plan is made [s]."""
     runs: int = 1
-    """Number of runs that share the time that has passed: with ``--one_step``, both runs need the pictures."""
+    """Number of runs that share the time that has passed: both of ``--one_step`` need the pictures."""
     memory: float = inf
     """Free memory of a process [bytes]."""
     processes: int = 1
@@ -399,7 +399,7 @@ def _reasons(
 
 
 def _uses_of_time(facts: Facts, images: int, samples: int, speed: Speed) -> dict[str, float]:
-    """Return how a run divides its time, by name [s]; a teacher draws ``samples`` samples before the training."""
+    """Return the parts of the time of a run by name [s]; a teacher draws so many samples before the training."""
     trained = images / speed.rate
     return {
         "to start and read": facts.spent,

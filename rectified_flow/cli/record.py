@@ -52,7 +52,7 @@ OF_COMMAND = names_of(TrainProgramConfig) - names_of(ProgramConfig)
 
 
 def handed_on(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the given flags that also apply to the second run of ``--one_step``.
+    """Return the given flags that the second run of ``--one_step`` has, too.
 
     These are the flags of this machine, of the training and of its evaluation that ``--teacher`` does not exclude.
     """

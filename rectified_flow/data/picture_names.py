@@ -51,7 +51,7 @@ the second list are without a folder."""
 
 
 class PictureNames:
-    """Find the numbers of pictures by unique names, with any capitalisation, and with any suffix or none.
+    """The numbers of pictures by their names as people write them: unique ones in any case, with any suffix or none.
 
     Args:
         files: the pictures.

@@ -189,7 +189,7 @@ class ChooseTabs:
             self.seen: views.card(f"{plan['pictures']:,} pictures to train on", tone="good"),
             self.sheet: gr.update(value=sheet, visible=sheet is not None, alt_text=". ".join(facts)),
             self.columns: gr.update(choices=ticks, visible=bool(ticks)),
-            self.plan: views.card(text, "Another run is training; this one will wait." * bool(wait), tone="good"),
+            self.plan: views.card(text, "Another run trains; this one will wait in line." * bool(wait), tone="good"),
         }
 
     def start(self, draft: str, *values: object) -> tuple[object, ...]:

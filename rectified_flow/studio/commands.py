@@ -31,7 +31,7 @@ def run_name(text: str) -> str:
     """Return the name of a run, which becomes the name of its folder."""
     name = text.strip()
     if not NAME.fullmatch(name):
-        raise UsageError("The name may have letters, digits, spaces, dots, - and _, and at most 60 characters.")
+        raise UsageError("The name may have letters, digits, spaces, dots, - and _, and at most 60 of them.")
     return name
 
 
@@ -62,7 +62,7 @@ def look(words: Sequence[str]) -> list[str]:
 
 
 def seconds_of(job: Job, wait: float) -> float | None:
-    """Return the time until a training that starts after a wait is over [s]; None if a setting gives its length."""
+    """Return the seconds until a training is ready that begins after a wait; None if a setting gives its length."""
     choices = job.command.choices
     return None if any(choices.get(name) for name in LENGTHS) else wait + 60 * float(str(choices["minutes"]))
 
@@ -82,7 +82,7 @@ def extend(run: RunFolder, minutes: float) -> list[str]:
     """Return the words that train a finished run for some more minutes, at the speed of its last steps."""
     seen, rate = (float(str(run.last_line.get(name) or 0)) for name in ("images_seen", "images_per_second"))
     if not rate or not run.step:
-        raise UsageError("This run is too short to measure its speed; start it again with more time.")
+        raise UsageError("This run is too short to know its speed; start it again with more time.")
     steps = run.total + max(1, round(60 * minutes * rate * run.step / seen))
     return [*resume(run), *command_line({"train_num_steps": steps})]
 

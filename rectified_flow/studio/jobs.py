@@ -82,7 +82,7 @@ class Process:
 
 @dataclass(frozen=True)
 class Job:
-    """A command that was asked for. The name of its folder begins with the time of the request, which orders jobs."""
+    """A command that was asked for. Jobs are ordered by the time at which they were made, which their folders name."""
 
     folder: Path
 

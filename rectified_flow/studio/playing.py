@@ -67,14 +67,14 @@ class PlayTab:
         on = {"interactive": True}  # Gradio takes a field that is made later for one that shows a result
         with gr.Row():
             count = gr.Slider(1, 64, 16, step=1, label="Pictures", **on)
-            info = "The same seed gives the same pictures."
+            info = "The same seed, the same pictures"
             seed = gr.Number(0, label="Seed", precision=0, minimum=0, maximum=2**32 - 1, info=info, **on)
         guidance, auto = gr.State(None), gr.State(1.0)
         with gr.Accordion("Quality and checks", open=False):
             info = "More steps take longer and are more exact."
             calls = gr.Slider(1, 64, folder.default_steps, step=1, label="Steps", info=info, **on)
             if fields and not folder.is_one_step:
-                info = "Above 1, pictures match the chosen values more closely and vary less."
+                info = "Above 1, pictures follow their values more clearly and vary less."
                 guidance = gr.Slider(0, 6, 1, step=0.25, label="Guidance", info=info, **on)
             if not folder.is_one_step:
                 info = "Above 1, samples are guided away from an early checkpoint of the run."
@@ -116,7 +116,7 @@ class PlayTab:
         """Draw variations of a picture: noise is added to it, and taken away again."""
         run = RunFolder(folder_of(self.runs, name))
         if not chosen:
-            raise UsageError("Choose a picture in the gallery first.")
+            raise UsageError("Choose a picture of the gallery first.")
         flags = {"num_samples": 8, "from_images": chosen, "strength": change, "seed": int(time.time()) % 10**6}
         self._start(run, name, flags)
 

@@ -14,7 +14,7 @@ from rectified_flow.studio.watching import folder_of
 from rectified_flow.system.serving import serving
 
 FORMS = {
-    "page": ("A web page", "Generates pictures in any browser, without a server. Upload the folder to any web host."),
+    "page": ("A web page", "Generates pictures in the visitor's browser. Upload the folder to any web host."),
     "onnx": (
         "A program for other software",
         "ONNX, for apps, games and JavaScript; model.json describes how to call it.",

@@ -85,7 +85,7 @@ def plan_words(plan: Document, seconds: float | None) -> str:
 
 
 def wait_of(runs: Path) -> float:
-    """Return the time until all trainings in the queue are over [s]; each that has not begun counts as an hour."""
+    """Return the seconds until the training that runs now, if one does, ends; jobs in line count with an hour each."""
     ahead = queue(runs)
     ends = [RunFolder(runs / job.command.run).ends for job in ahead[:1]]
     return sum(max(0.0, end - time.time()) for end in ends if end) + 3600.0 * max(0, len(ahead) - len(ends))
@@ -158,7 +158,7 @@ def job_card(job: Job, doing: str, done: str) -> str:
     if state in ("waiting", "running"):
         return card(f"{doing} ({max(0.0, time.time() - job.made):.0f} s)")
     if state == "lost" or job.code:
-        text = message(job.output) if state == "ended" else "The command was killed from outside. Try again."
+        text = message(job.output) if state == "ended" else "The command was ended from outside. Try again."
         return card("That did not work", text, tone="bad")
     return card(done, tone="good") if done else ""
 

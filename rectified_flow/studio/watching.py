@@ -83,7 +83,7 @@ class WatchTab:
             ),
             self.earlier: gr.update(maximum=max(1, len(samples) - 1), visible=len(samples) > 1),
             self.curve: gr.update(value=Curves(losses, columns=[*COLUMNS]), visible=len(losses) > 1),
-            self.lines: views.last_lines(job) or "This run was not started in the studio.",
+            self.lines: views.last_lines(job) or "This run was not started here.",
         }
 
     def stop_run(self, name: str) -> None:

@@ -64,7 +64,7 @@ def test_conditions_become_flags_of_sample(tmp_path: Path) -> None:
 def test_a_finished_run_is_extended_by_its_speed(tmp_path: Path) -> None:
     write(tmp_path, runs.CONFIG, {"training": {"method": "rectified"}})
     write(tmp_path, runs.STATUS, status("finished", step=10))
-    with pytest.raises(UsageError, match="too short to measure its speed"):
+    with pytest.raises(UsageError, match="too short to know its speed"):
         commands.extend(RunFolder(tmp_path), 1)
     (tmp_path / runs.METRICS).write_text('{"step": 10, "images_seen": 80, "images_per_second": 4.0}\n')
     assert commands.extend(RunFolder(tmp_path), 1)[-2:] == ["--train_num_steps", "40"]
