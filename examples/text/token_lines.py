@@ -15,7 +15,7 @@ from line_store import LineStore
 from masked_model import SPECIAL, UNKNOWN
 from rectified_flow.errors import DamageError, first_line
 from rectified_flow.system.artifact import claim, write_output
-from rectified_flow.system.files import read_bytes
+from rectified_flow.system.files import prepare_folder, read_bytes
 from rectified_flow.system.terminal import progress_bar
 
 HELD_OUT_EVERY = 20
@@ -105,7 +105,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 def make_tokenizer(path: Path, lines: Split, vocabulary: int) -> None:
     """Train a run's tokenizer on the first lines, and write it to ``path``, unless there is one."""
-    claim(path.parent, [path.name])
+    claim(prepare_folder("output_dir", path.parent), [path.name])
     if not path.exists():
         tokenizer = Tokenizer(models.BPE(unk_token=UNKNOWN))
         tokenizer.normalizer = normalizers.NFC()

@@ -25,6 +25,7 @@ from rectified_flow.flows.times import LogitNormal, TimeDistribution
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.folder import check_start, read_config
 from rectified_flow.system.artifact import claim
+from rectified_flow.system.files import prepare_folder
 from rectified_flow.system.terminal import line
 from wan_callbacks import LORA_FILE, TRANSFORMER, LoraFile, SampledClips, TransformerFolder
 from wan_flags import WanFlags
@@ -52,7 +53,8 @@ def train(flags: WanFlags) -> bool:
     set_seed(run_flags.seed)
     on_main(state, lambda: check_start(run_flags))
     on_main(state, lambda: check_same_run(flags))
-    on_main(state, lambda: claim(run_flags.output_dir, [LORA_FILE if config.lora_rank else TRANSFORMER]))
+    folder = on_main(state, lambda: prepare_folder("output_dir", run_flags.output_dir))
+    on_main(state, lambda: claim(folder, [LORA_FILE if config.lora_rank else TRANSFORMER]))
     clips = find_clips(config.dataset_path)
     wan = Wan(config, state.device)
     if config.lora_rank == 0:

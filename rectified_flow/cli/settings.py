@@ -127,7 +127,7 @@ def read_settings(
             raise UsageError(f"{name.rstrip('=')} is empty: check whether a variable is unset")
     words = (word.split("=")[0].lstrip("-").replace("-", "_") for word in arguments if word.startswith("--"))
     names = {word.removeprefix("no_") for word in words}
-    values, defaults = values_of(_parsed(config_class, description, arguments, quiet=quiet)), defaults_of(config_class)
+    values, defaults = values_of(_parsed(config_class, description, arguments, quiet=quiet)), values_of(config_class())
     # An argument without a flag, such as the folder of watch, has no name on the command line.
     given = {name for name, value in values.items() if name in names or not is_default(value, defaults[name])}
     layers: dict[Layer, Flags] = {"given": {name: value for name, value in values.items() if name in given}}

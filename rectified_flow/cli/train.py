@@ -122,6 +122,7 @@ def train_run(settings: Settings[TrainConfig]) -> bool:
     elif data.has_pictures or program.dry_run:
         settings, clock = with_plan(settings, budget, opened.count, opened.conditions, opened.space)
     check_sides(settings.values.network, settings.values.data, opened.space)
+    distilled = distillation_of(settings.values)  # the plan may have chosen the number of samples
     return train_on(settings.values, opened, distilled, clock, has_begun=has_begun)
 
 
