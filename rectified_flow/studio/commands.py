@@ -20,8 +20,6 @@ FLOWERS: Mapping[str, object] = {
 """The first visit: drawn flowers, as ``make demo`` trains on them."""
 NAME = re.compile(r"[\w-][\w .-]{0,59}")
 LEAST_MINUTES, MOST_MINUTES = 3, 12 * 60
-TIMES = (3, 5, 8, 12, 20, 30, 45, 60, 90, 120, 180, 300, 480, 720)
-"""Times of a training to choose from [min]."""
 LENGTHS = {"train_num_steps", "num_epochs"}
 """Flags that give the length of a run in place of its time."""
 Values = Mapping[str, object]
