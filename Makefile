@@ -51,16 +51,16 @@ check: $(READY_DEV)  ## lint, format check, types
 clean:  ## remove .venv; runs and caches stay
 	rm -rf $(VENV)
 
-# If the environment cannot be made whole, nothing of it counts as ready. pip would compile bytecode on one core, and
-# compileall does on all of them. It fails for a file of a package that is no valid Python, as pip does not.
+# If the environment cannot be made whole, nothing of it counts as ready. Modules are compiled when they are first
+# imported: compiling all of the packages here would take a minute.
+unexport PYTHONDONTWRITEBYTECODE
 define install_into_venv
 	@if command -v uv >/dev/null 2>&1; then \
 		([ -x $(BIN)/python ] || uv venv --quiet --python $(PYTHON) $(VENV)) && \
-		uv pip install --quiet --compile-bytecode --python $(BIN)/python $(1); \
+		uv pip install --quiet --python $(BIN)/python $(1); \
 	else \
 		([ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)) && \
-		$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile $(1) && \
-		{ $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true; }; \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile $(1); \
 	fi
 endef
 
