@@ -175,7 +175,8 @@ class ChooseTabs:
             return {self.seen: "", self.plan: hint, self.go: gr.update(interactive=False)}
         plan, card, is_good = views.plan_of(job), views.job_card(job, "Looking at the pictures", ""), job.code == 0
         shown: Updates = {self.seen: card, self.plan: card, self.go: gr.update(interactive=is_good)}
-        shown |= {self.on: gr.update(visible=is_good), self.same: views.terminal(commands.without_look(job, name))}
+        same = views.terminal("The same in a terminal:", ["rectified-flow", *commands.without_look(job, name)])
+        shown |= {self.on: gr.update(visible=is_good), self.same: same}
         return shown | self._plan(job, plan) if is_good and plan else shown
 
     def _plan(self, job: jobs.Job, plan: Document) -> Updates:

@@ -105,6 +105,19 @@ def take(run: RunFolder, form: str) -> list[str]:
     return ["export", *command_line({"checkpoint": run.folder, "format": form, "output_dir": place})]
 
 
+def publish(run: RunFolder, form: str) -> list[list[str]]:
+    """Return the commands that upload a page or a folder for diffusers to the Hugging Face Hub; none for ONNX."""
+    name = run.folder.parent.name if run.folder.name == ONE_STEP else run.folder.name
+    repository = f"YOUR_NAME/{name.replace(' ', '-')}"
+    upload = ["hf", "upload", repository, str(run.folder / TAKEN[form])]
+    if form == "diffusers":
+        return [upload]
+    if form != "page":
+        return []
+    create = ["hf", "repos", "create", repository, *command_line({"repo-type": "space", "space-sdk": "static"})]
+    return [create, [*upload, *command_line({"repo-type": "space", "exclude": "*.manifest.*"})]]
+
+
 def label(runs: Path, folder: Path) -> str:
     """Return the name of a run on the page."""
     name = folder.relative_to(runs)

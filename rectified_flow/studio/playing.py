@@ -1,10 +1,12 @@
-"""The tab Play: sample with the conditions of a run, vary a picture, draw one again from its file."""
+"""The tab Play: sample with the conditions of a run, vary a picture, generate a part, draw one again from its file."""
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from secrets import token_hex
 
 import gradio as gr
+from PIL import Image, ImageChops
 
 from rectified_flow.errors import UsageError
 from rectified_flow.studio import commands, jobs, views
@@ -15,8 +17,11 @@ from rectified_flow.studio.watching import folder_of
 DRAWN = "drawn"
 """Folder of drawn pictures, in that of a run."""
 SOURCES = "sources"
-"""Folder of the pictures that were given to translate, in that of a run."""
+"""Folder of the pictures that were given to translate, or painted on, in that of a run."""
 ANY = "any"
+WHITE = "#ffffff"
+Painted = Mapping[str, Image.Image | list[Image.Image] | None]
+"""What a person painted: the picture ``background``, and ``layers`` of the same size."""
 
 
 class PlayTab:
@@ -84,26 +89,48 @@ class PlayTab:
         kinds = {"file_count": "multiple", "file_types": ["image"], "visible": folder.takes_pictures}
         sources = gr.File(label="Pictures to translate", **kinds, **on)
         button = gr.Button("Draw", variant="primary", elem_id="draw")
-        act(button.click, self.draw, [self.run, count, seed, calls, guidance, auto, near, sources, *fields], None)
+        settings = [count, seed, calls, guidance, auto]
+        act(button.click, self.draw, [self.run, near, sources, *settings, *fields], None)
+        with gr.Accordion("Change a part of a picture", open=folder.takes_pictures, visible=folder.can_fill):
+            brush = gr.Brush(colors=[WHITE], default_color=WHITE, color_mode="fixed")
+            kinds = {"sources": ["upload", "clipboard"], "type": "pil", "transforms": (), "layers": False}
+            label = "Paint over the part that is to be generated"
+            painted = gr.ImageEditor(label=label, brush=brush, elem_id="paint", **kinds, **on)
+            fill = gr.Button("Generate the painted part", elem_id="fill")
+        act(fill.click, self.fill, [self.run, painted, *settings, *fields], None)
 
-    def draw(
-        self, name: str, count: float, seed: float, steps: float, guidance: float | None, auto: float, near: bool,
-        sources: list[str] | None, *values: object,
-    ) -> None:  # fmt: skip
+    def draw(self, name: str, near: bool, sources: list[str] | None, count: float, *settings: object) -> None:
         """Sample pictures."""
         run = RunFolder(folder_of(self.runs, name))
-        flags: dict[str, object] = {"num_samples": int(count), "seed": int(seed or 0), "steps": int(steps)}
-        flags |= {"guidance_scale": guidance} if guidance not in (None, 1) else {}
-        flags |= {"autoguidance": auto} if auto != 1 else {}
+        flags: dict[str, object] = {"num_samples": int(count)} | ({"nearest": True} if near else {})
         if run.takes_pictures:
             if not sources:
                 raise UsageError("This run translates pictures: give it some first.")
             flags |= {"from_images": _moved(sources, run.folder / SOURCES)}
+        self._sample(run, name, flags, *settings)
+
+    def fill(self, name: str, painted: Painted, count: float, *settings: object) -> None:
+        """Generate the painted part of a picture, several times."""
+        run = RunFolder(folder_of(self.runs, name))
+        picture, mask = _picture_and_mask(painted)
+        folder = _new_folder(run.folder / SOURCES)
+        flags = {"from_images": folder / "picture.png", "mask": folder / "mask.png", "variants": int(count)}
+        picture.save(flags["from_images"])
+        mask.save(flags["mask"])
+        self._sample(run, name, flags, *settings)
+
+    def _sample(
+        self, run: RunFolder, name: str, flags: dict[str, object], seed: float, steps: float, guidance: float | None,
+        auto: float, *values: object,
+    ) -> None:  # fmt: skip
+        """Sample with the settings of the page, and the values of the conditions."""
+        flags |= {"seed": int(seed or 0), "steps": int(steps)}
+        flags |= {"guidance_scale": guidance} if guidance not in (None, 1) else {}
+        flags |= {"autoguidance": auto} if auto != 1 else {}
         texts = {
             control.name: "" if value in (ANY, None) else str(value)
             for control, value in zip(run.controls, values, strict=True)
         }
-        flags |= {"nearest": True} if near else {}
         self._start(run, name, flags, texts)
 
     def choose(self, name: str, event: gr.SelectData) -> str:
@@ -142,14 +169,20 @@ class PlayTab:
         if job is None:
             return {self.card: "", self.gallery: gr.update(visible=False), self.ready: name}
         is_done = job.code == 0
-        found = [str(file) for file in views.pictures_in(_folder(job))] if is_done else []
+        found = [str(file) for file in self._shown(run, job)] if is_done else []
         near = _folder(job) / "nearest.png"
         shown: Updates = {self.card: views.job_card(job, "Drawing", ""), self.ready: name}
         if is_done:
             shown |= {self.gallery: gr.update(value=found, visible=bool(found))}
             shown |= {self.nearest: gr.update(value=near if near.exists() else None, visible=near.exists())}
-            shown |= {self.vary: gr.update(visible=bool(found) and not run.takes_pictures and not run.is_one_step)}
+            shown |= {self.vary: gr.update(visible=bool(found) and run.can_vary)}
         return shown
+
+    @staticmethod
+    def _shown(run: RunFolder, job: jobs.Job) -> list[Path]:
+        """Return the pictures of the gallery: the samples, or a grid of measurements with their scale."""
+        folder = _folder(job)
+        return views.pictures_in(folder) if run.makes_pictures else sorted(folder.glob("grid*.png"))
 
 
 def field_of(control: Control) -> gr.components.Component:
@@ -169,8 +202,26 @@ def _folder(job: jobs.Job) -> Path:
 
 def _moved(files: list[str], place: Path) -> Path:
     """Move uploaded files into a new folder of their own, and return it."""
-    folder = place / token_hex(4)
-    folder.mkdir(parents=True)
+    folder = _new_folder(place)
     for file in files:
         Path(file).replace(folder / Path(file).name)
     return folder
+
+
+def _new_folder(place: Path) -> Path:
+    folder = place / token_hex(4)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def _picture_and_mask(painted: Painted) -> tuple[Image.Image, Image.Image]:
+    """Return the picture, and a mask that is white where the person painted."""
+    picture, layers = painted["background"], painted["layers"]
+    if not isinstance(picture, Image.Image):
+        raise UsageError("Drop a picture here first, then paint over a part of it.")
+    mask = Image.new("L", picture.size)
+    for layer in layers if isinstance(layers, list) else ():
+        mask = ImageChops.lighter(mask, layer.convert("RGBA").getchannel("A").resize(picture.size))
+    if mask.getbbox() is None:
+        raise UsageError("Paint over a part of the picture first.")
+    return picture, mask

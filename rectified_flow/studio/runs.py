@@ -24,6 +24,8 @@ CONFIG, STATUS, CLOCK, METRICS, SAMPLES, DATA = (
 )
 """Names of the files of a run. The modules that define them import torch; tests/studio compares the names."""
 ONE_STEP = "one-step"
+PICTURES = ("Pixels", "Latents", "LatentsInStep")
+"""Kinds of spaces of pictures."""
 TAIL = 4096  # bytes at the end of a file of lines, which hold the last line
 CURVES = {"loss": "training", "seen_loss": "some training pictures", "heldout_loss": "held-out pictures"}
 """Names of losses in a line of metrics, and in words."""
@@ -130,6 +132,12 @@ class RunFolder:
         return {int(grid.stem.removeprefix("step_")): grid for grid in grids if grid.stem[5:].isdecimal()}
 
     @property
+    def neighbours(self) -> Path | None:
+        """The newest samples beside their nearest training pictures; None for a run that has no such picture."""
+        path = self.folder / SAMPLES / "neighbours.png"
+        return path if path.exists() else None
+
+    @property
     def has_checkpoint(self) -> bool:
         """Whether the run can be sampled."""
         place = self.flags.get("checkpoint_dir")
@@ -170,6 +178,21 @@ class RunFolder:
     def is_one_step(self) -> bool:
         """Whether the flow needs one call of its network by default."""
         return self.flow.get("kind") != "RectifiedFlow"
+
+    @property
+    def makes_pictures(self) -> bool:
+        """Whether the flow generates pictures, and not measurements."""
+        return _mapping(self.flow.get("space")).get("kind") in PICTURES
+
+    @property
+    def can_vary(self) -> bool:
+        """Whether a generated picture can be varied: noise is added to it, and the flow removes the noise."""
+        return self.makes_pictures and not self.takes_pictures and not self.is_one_step
+
+    @property
+    def can_fill(self) -> bool:
+        """Whether the flow can generate a part of a picture."""
+        return self.can_vary or str(self.flags.get("degrade")).startswith("mask")
 
     @property
     def default_steps(self) -> int:

@@ -14,19 +14,23 @@ from rectified_flow.studio.watching import folder_of
 from rectified_flow.system.serving import serving
 
 FORMS = {
-    "page": ("A web page", "Generates pictures in the visitor's browser. Upload the folder to any web host."),
+    "page": (
+        "A web page",
+        "Generates pictures in the visitor's browser. Upload the folder to any web host, or to the hub as a Space.",
+    ),
     "onnx": (
         "A program for other software",
         "ONNX, for apps, games and JavaScript; model.json describes how to call it.",
     ),
     "diffusers": (
         "A folder for diffusers and the hub",
-        "With a model card. Publish it with: hf upload YOUR_NAME/MODEL .",
+        "With a model card, for programs in Python.",
     ),
 }
 
 
 LINK = '<p><a href="{}" target="_blank" rel="noopener">Open the page</a></p>'
+PUBLISH = "To publish it on the Hugging Face Hub, run hf auth login once, and then, with your own name:"
 _SERVERS = ExitStack()
 
 
@@ -78,6 +82,8 @@ class TakeTab:
             )
             if form == "page" and is_done and self.is_local:
                 card += LINK.format(address_of(self.runs / str(name) / commands.TAKEN[form]))
+            if is_done and (uploads := commands.publish(RunFolder(self.runs / str(name)), form)):
+                card += views.terminal(PUBLISH, *uploads)
             shown[self.cards[form]] = card
             shown[self.files[form]] = gr.update(value=str(job.zip) if job and is_done else None, visible=is_done)
         return shown

@@ -120,11 +120,10 @@ def listed(texts: Sequence[str]) -> str:
     return f'<ul class="facts">{"".join(f"<li>{escape(text)}</li>" for text in texts)}</ul>' if texts else ""
 
 
-def terminal(words: Sequence[str]) -> str:
-    """Return the command that does the same in a terminal."""
-    return (
-        f'<p class="same">The same in a terminal:</p><pre tabindex="0">{escape(join(["rectified-flow", *words]))}</pre>'
-    )
+def terminal(title: str, *commands: Sequence[str]) -> str:
+    """Return commands for a terminal, each as words, below a title."""
+    text = "\n".join(map(join, commands))
+    return f'<p class="same">{escape(title)}</p><pre tabindex="0">{escape(text)}</pre>'
 
 
 def run_card(runs: Path, folder: Path) -> str:

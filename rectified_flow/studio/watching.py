@@ -11,6 +11,7 @@ from rectified_flow.studio.events import Updates, act
 from rectified_flow.studio.runs import RunFolder, run_folders
 
 COLUMNS = ("step", "loss", "of")
+NEAR = "The samples that are most like training pictures, each before the pictures nearest to it"
 NEWEST = 0  # place of the slider that follows the newest samples
 
 
@@ -49,6 +50,7 @@ class WatchTab:
             self.earlier = gr.Slider(
                 0, 1, NEWEST, step=1, label="Earlier samples", info="0 shows the newest ones.", visible=False
             )
+            self.neighbours = gr.Image(interactive=False, visible=False, buttons=["fullscreen"])
             self.curve = gr.LinePlot(
                 x="step", y="loss", color="of", color_title="loss of", title="Loss", visible=False, height=260
             )
@@ -56,7 +58,7 @@ class WatchTab:
                 self.lines = gr.Code(label="Newest lines", interactive=False, lines=6, max_lines=20)
         self.inputs = [run, self.earlier]
         self.outputs = [self.card, self.stop, self.resume, self.more, self.extend, self.image, self.earlier]
-        self.outputs += [self.curve, self.lines]
+        self.outputs += [self.neighbours, self.curve, self.lines]
         act(self.stop.click, self.stop_run, run, None)
         act(self.resume.click, self.resume_run, run, None)
         act(self.extend.click, self.extend_run, [run, self.more], None)
@@ -71,7 +73,7 @@ class WatchTab:
         samples = [*run.samples.items()]
         back = min(int(earlier or 0), max(0, len(samples) - 1))
         step, picture = samples[-1 - back] if samples else (0, None)
-        losses = run.losses
+        losses, near, newest = run.losses, run.neighbours, max(run.samples, default=0)
         return {
             self.card: views.run_card(self.runs, folder),
             self.stop: gr.update(visible=is_busy and is_ours),
@@ -82,6 +84,7 @@ class WatchTab:
                 value=picture, visible=picture is not None, label=f"Samples at step {step:,}", alt_text="samples"
             ),
             self.earlier: gr.update(maximum=max(1, len(samples) - 1), visible=len(samples) > 1),
+            self.neighbours: gr.update(value=near, visible=near is not None, label=f"{NEAR} (step {newest:,})"),
             self.curve: gr.update(value=Curves(losses, columns=[*COLUMNS]), visible=len(losses) > 1),
             self.lines: views.last_lines(job) or "This run was not started here.",
         }

@@ -12,6 +12,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -197,3 +198,87 @@ def test_a_password_is_asked_for(browser: Any, tmp_path: Path) -> None:
         page.wait_for_selector("input[type=password]")
         assert not page.query_selector("text=Try it with drawn flowers")
         page.close()
+
+
+def train(runs: Path, name: str, pictures: Path, *flags: str) -> None:
+    """Train a tiny run in a terminal."""
+    tiny = [word for flag, value in TINY.items() for word in (f"--{flag}", value)]
+    places = ["--dataset_path", str(pictures), "--output_dir", str(runs / name)]
+    subprocess.run([sys.executable, "-m", "rectified_flow", "train", *places, *tiny, *flags], check=True)
+
+
+def drawn(runs: Path, name: str) -> jobs.Job:
+    """Wait for the end of the newest drawing of a run, and return its job."""
+    until = time.monotonic() + PATIENCE
+    while (job := jobs.newest(runs, "draw", name)) is None or job.state != "ended":
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    assert job.code == 0, job.output
+    return job
+
+
+def test_the_painted_part_of_a_picture_is_generated(browser: Any, tmp_path: Path) -> None:
+    runs, pictures = tmp_path / "runs", tmp_path / "pictures"
+    pictures.mkdir()
+    for number in range(8):
+        Image.new("RGB", (40, 30), (20 * number, 99, 0)).save(pictures / f"{number}.png")
+    train(runs, "pets", pictures)
+    with started(runs) as (address, _), opened(browser, address) as page:
+        go(page, "Play")
+        page.get_by_role("button", name="Change a part of a picture").click()
+        page.click("#fill")
+        page.wait_for_selector("text=Drop a picture here first")
+        page.set_input_files("#paint input[type=file]", [pictures / "7.png"])
+        canvas = page.locator("#paint canvas").first
+        canvas.wait_for()
+        page.wait_for_timeout(1000)  # the picture is put on the canvas
+        page.click("#fill")
+        page.wait_for_selector("text=Paint over a part of the picture first")
+        box = canvas.bounding_box()
+        x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+        page.mouse.move(x, y)
+        page.mouse.down()
+        page.mouse.move(x + 9, y + 5, steps=4)
+        page.mouse.up()
+        page.wait_for_timeout(1000)
+        page.click("#fill")
+        job = drawn(runs, "pets")
+        page.wait_for_selector("#gallery img")
+    words = job.command.words
+    mask = Image.open(words[words.index("--mask") + 1])
+    assert mask.size == (40, 30)
+    assert 0 < int((np.asarray(mask) > 127).sum()) < 40 * 30 / 2
+
+
+def test_a_caption_is_written_and_measurements_are_shown_with_their_scale(browser: Any, tmp_path: Path) -> None:
+    runs, pictures, fields = tmp_path / "runs", tmp_path / "pictures", tmp_path / "fields"
+    pictures.mkdir()
+    fields.mkdir()
+    for number in range(8):
+        Image.new("RGB", (12, 12), (20 * number, 99, 0)).save(pictures / f"{number}.png")
+        (pictures / f"{number}.txt").write_text("a cat" if number % 2 else "a red dog")
+        np.save(fields / f"{number}.npy", np.random.default_rng(number).normal(size=(12, 12)).astype(np.float32))
+    train(runs, "pets", pictures, "--condition_on", "text", "--use_cfg")
+    train(runs, "fields", fields)
+    with started(runs) as (address, _), opened(browser, address) as page:
+        go(page, "Play")
+        page.wait_for_selector("#draw")
+        page.click("#draw")
+        drawn(runs, "fields")
+        page.wait_for_selector("#gallery img[src*=grid]")
+        page.get_by_label("Run", exact=True).click()
+        page.get_by_role("option", name="pets").click()
+        page.get_by_label("text", exact=True).fill("a red dog")
+        page.click("#draw")
+        words = drawn(runs, "pets").command.words
+    assert words[words.index("--prompt") + 1] == "a red dog"
+
+
+def test_a_large_zip_is_unpacked(browser: Any, tmp_path: Path) -> None:
+    runs, large = tmp_path / "runs", zipped(tmp_path / "pets.zip", "cat")
+    with zipfile.ZipFile(large, "a") as archive:
+        for number in range(200):
+            archive.writestr(f"more/{number}.txt", os.urandom(2**20))
+    with started(runs) as (address, _), opened(browser, address) as page:
+        drop(page, large)
+        page.wait_for_selector("text=8 pictures to train on")

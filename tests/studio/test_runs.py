@@ -97,6 +97,24 @@ def test_conditions_are_the_controls_of_a_person(run: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("kind", "space", "degrade", "can_vary", "can_fill"),
+    [
+        ("RectifiedFlow", "Pixels", None, True, True),
+        ("RectifiedFlow", "LatentsInStep", None, True, True),
+        ("RectifiedFlow", "Fields", None, False, False),
+        ("MeanFlow", "Pixels", None, False, False),
+        ("MeanFlow", "Pixels", "mask:brush", False, True),
+    ],
+)
+def test_what_can_be_done_with_a_picture(
+    tmp_path: Path, kind: str, space: str, degrade: str | None, *, can_vary: bool, can_fill: bool
+) -> None:
+    flow = {"kind": kind, "space": {"kind": space}, "network": {"conditions": {}}}
+    write(tmp_path, runs.CONFIG, {"training": {"degrade": degrade}, "flow": flow})
+    assert (RunFolder(tmp_path).can_vary, RunFolder(tmp_path).can_fill) == (can_vary, can_fill)
+
+
 def test_runs_and_their_one_step_generators_are_found_newest_first(run: Path) -> None:
     for name in ("cats/one-step", "dogs"):
         write(run.parent / name, runs.CONFIG, {"training": {"method": "distill"}})

@@ -125,7 +125,7 @@ def test_warnings_of_a_training_are_shown_once() -> None:
 
 
 def test_a_command_is_shown_as_a_shell_takes_it() -> None:
-    assert "rectified-flow sample --prompt &#x27;a &lt;b&gt;&#x27;" in views.terminal(["sample", "--prompt", "a <b>"])
+    assert "sample --prompt &#x27;a &lt;b&gt;&#x27;\nhf" in views.terminal("", ["sample", "--prompt", "a <b>"], ["hf"])
 
 
 def test_choices_of_a_job_outlive_the_studio(tmp_path: Path) -> None:
@@ -134,3 +134,14 @@ def test_choices_of_a_job_outlive_the_studio(tmp_path: Path) -> None:
         json.dumps({"kind": "take", "run": HOSTILE, "words": [], "choices": {"form": "page"}})
     )
     assert Job(tmp_path / "1.5-x").command == Command("take", HOSTILE, [], {"form": "page"})
+
+
+def test_the_hub_gets_the_page_as_a_space_and_the_folder_of_diffusers() -> None:
+    run = RunFolder(Path("runs/my cats/one-step"))
+    create, upload = commands.publish(run, "page")
+    assert create == ["hf", "repos", "create", "YOUR_NAME/my-cats", "--repo-type", "space", "--space-sdk", "static"]
+    assert upload[2:4] == ["YOUR_NAME/my-cats", "runs/my cats/one-step/exported"]
+    assert commands.publish(run, "diffusers") == [
+        ["hf", "upload", "YOUR_NAME/my-cats", "runs/my cats/one-step/diffusers"]
+    ]
+    assert commands.publish(run, "onnx") == []
