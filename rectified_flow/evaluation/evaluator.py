@@ -184,9 +184,7 @@ class Evaluator:
         worst = nearness(features, real).argsort()[:SHOWN]
         options = {"seed": self.seed, "conditions": self.given(comparison.flow)[2], **comparison.options}
         [(_, sampled)] = sample_batches(comparison.flow, worst.tolist(), batch_size=SHOWN, **options)
-        near = nearest(features[0][worst], real[0], NEIGHBOURS_SHOWN)
-        shown = self.dataset.read_pictures(near.flatten().tolist()).unflatten(0, near.shape)
-        return torch.cat((sampled.cpu()[:, None], shown), dim=1)
+        return beside_nearest(sampled.cpu(), features[0][worst], real[0], self.dataset)
 
     def by_network(self, features: Tensor) -> list[Tensor]:
         """Split concatenated features into those of each network, ``[n, d]``."""
@@ -211,6 +209,23 @@ class Evaluator:
         if flow not in self._given:
             self._given[flow] = conditions_of(flow, data, rows)
         return data, rows, self._given[flow]
+
+
+def beside_nearest(images: Tensor, features: Tensor, real: Tensor, data: RealData) -> Tensor:
+    """Return images, each before the training images whose features are nearest to its own.
+
+    Args:
+        images: the images, uint8 ``[n, c, h, w]``.
+        features: their features ``[n, d]``.
+        real: the features of the training images.
+        data: the training images.
+
+    Returns:
+        Images, uint8 ``[n, 1 + k, c, h, w]``.
+    """
+    near = nearest(features, real, NEIGHBOURS_SHOWN)
+    shown = data.read_pictures(near.flatten().tolist()).unflatten(0, near.shape)
+    return torch.cat((images[:, None], shown), dim=1)
 
 
 @dataclass

@@ -6,11 +6,12 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
+from PIL import Image, ImageOps
 
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.training import trainer
-from rectified_flow.training.copies import CopiesHook
+from rectified_flow.training.copies import NEIGHBOURS, CopiesHook
 from tests.ranks import run_on_ranks
 from tests.training.runs import IMAGE_SIZE, tiny_config, train
 
@@ -34,3 +35,8 @@ def test_copies_in_a_preview_are_reported(flowers: ImageDataset, tmp_path: Path)
     assert "copies      previews are compared with the 46 training pictures" in printed
     assert "warning: 2 of the 20 samples of the preview are copies of training pictures at step 2; " in printed
     assert printed.count("warning") == 1
+    with Image.open(tmp_path / "run" / NEIGHBOURS) as sheet:
+        side = IMAGE_SIZE + 2
+        assert sheet.size == (6 * side + 2, 8 * side + 2)
+        first, near = (sheet.crop((2 + side * n, 2, side * (n + 1), side)) for n in range(2))
+    assert ImageOps.mirror(first).tobytes() == near.tobytes(), "the likeliest copy comes first, beside its original"
