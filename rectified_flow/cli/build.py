@@ -149,9 +149,6 @@ def build_flow(values: TrainConfig, conditions: ConditionSpecs, space: Space) ->
     flow = choose_flow(values.flow, values.method, is_taught=values.teacher.teacher is not None)
     has_columns = bool(values.columns.condition_on)
     columns = {name: kind for name, kind in conditions.items() if has_columns and name != "labels"}
-    if network.use_cfg and not conditions.keys() - columns:
-        advice = "put the pictures of each class in a subfolder of its own, or pass --condition_on COLUMN=label"
-        raise UsageError(f"--use_cfg needs labels: {advice} for a column of texts instead")
     shape = space.shape or ()
     kinds = {**(conditions if network.use_cfg else columns), **variant_conditions(space)}
     if source.is_given and not source.as_start:

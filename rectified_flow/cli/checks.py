@@ -2,12 +2,14 @@
 
 from collections.abc import Collection
 from math import gcd
+from typing import Any
 
 from rectified_flow.cli.build import choose_flow, choose_network, divisor_of
 from rectified_flow.cli.data import can_augment, check_source
 from rectified_flow.cli.program_flags import check_outside
 from rectified_flow.cli.settings import check_rules
 from rectified_flow.cli.training_flags import DataConfig, NetworkConfig, TrainConfig
+from rectified_flow.data.sources.huggingface import LABEL_COLUMNS
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import refuse, rules_of
 from rectified_flow.flows.flow_map import FlowMap, takes_interval
@@ -56,6 +58,16 @@ def check_items(given: Collection[str], dataset: str) -> None:
         {name: rules[name].for_pictures for name in sorted(given)},
         f"is for pictures, and --dataset {dataset} has items of another kind",
     )
+
+
+def check_classes(items: Any, columns: Collection[str]) -> None:
+    """Raise a UsageError if the items have no condition beside these columns; ``--use_cfg`` needs one."""
+    if getattr(items, "conditions", {}).keys() - columns:
+        return
+    table = getattr(getattr(items, "info", None), "table", ())
+    column = next((name for name in LABEL_COLUMNS if name in table), next(iter(table), "COLUMN"))
+    advice = f"put the pictures of each class in a subfolder of its own, or pass --condition_on {column}=label"
+    raise UsageError(f"--use_cfg needs labels: {advice} for a column of texts instead")
 
 
 def check_space(space: Space, *, crops: bool, evaluates: bool) -> None:

@@ -4,6 +4,7 @@ A store is an artifact: a file ``NAME.DTYPE`` ``[n, ...]`` for each entry of its
 ``labels.npy`` ``[n]`` (-1 without labels), ``info.json``, and the manifest by which a later change is noticed.
 """
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from copy import copy
@@ -285,9 +286,11 @@ def pair_by_name(
         row if row is not None and _is_alike(original, source.originals[row]) else -1
         for original, row in zip(pictures.originals, _partners(pictures.names, source.names), strict=True)
     ]
-    paired = [row for row, partner in enumerate(partners) if partner >= 0]
+    paired, taken = [row for row, partner in enumerate(partners) if partner >= 0], {*partners}
     excluded = {str(Path(name).with_suffix("")) for name in exclude}
-    if alone := sorted({*mine, *theirs} - {mine[row] for row in paired} - excluded):
+    lonely = {mine[row] for row, partner in enumerate(partners) if partner < 0}
+    lonely |= {name for row, name in enumerate(theirs) if row not in taken}
+    if alone := sorted(lonely - excluded):
         where = f"`source_path` {source.info.source} and `dataset_path` {pictures.info.source}"
         found = f"{len(alone)} pictures in {where} have no partner of the same name and shape, such as {alone[0]}"
         if not paired or not skip_unpaired:
@@ -299,8 +302,9 @@ def pair_by_name(
 def _partners(names: Sequence[str], others: Sequence[str]) -> list[int | None]:
     """Return the number of the partner of each name among the others; None if there is none.
 
-    Names are compared as they are, then without their suffixes, then in any case and Unicode normalisation. A name that
-    is not unique on both sides, such as that of ``1.jpg`` beside ``1.png``, has no partner without its suffix.
+    Names are compared as they are, then without their suffixes, then in any case and Unicode normalisation, then
+    without a scale or a role at their end, as in ``0001x4.png`` and ``0001_HR.png``. A name that is not unique on both
+    sides, such as that of ``1.jpg`` beside ``1.png``, has no partner without its suffix.
     """
     found: list[int | None] = [None] * len(names)
     for key in PAIR_KEYS:
@@ -323,7 +327,15 @@ def _folded(name: str) -> str:
     return normalize("NFC", normalize("NFC", _without_suffix(name)).casefold())
 
 
-PAIR_KEYS = (str, _without_suffix, _folded)
+ROLE = re.compile(r"(?:(?<=\d)x\d|[-_ .](?:x\d|lr|hr|gt|input|target|source|before|after))+$")
+"""The end of a name in a pair of a small and a large picture, or of an input and its target, in lower case."""
+
+
+def _without_role(name: str) -> str:
+    return ROLE.sub("", _folded(name))
+
+
+PAIR_KEYS = (str, _without_suffix, _folded, _without_role)
 
 
 def _is_alike(one: Original, other: Original) -> bool:

@@ -137,8 +137,8 @@ def _tables_among(everything: Sequence[Path], names: PictureNames, notes: list[s
     return tables
 
 
-def _texts_beside(everything: Sequence[Path], files: Sequence[Path], notes: list[str]) -> dict[int, str]:
-    """Return the text beside each picture that has one: a caption, or none if most are boxes of objects."""
+def _texts_beside(everything: Sequence[Path], files: Sequence[Path], notes: list[str]) -> dict[int, str | list[str]]:
+    """Return the text beside each picture that has one, a caption in each line; none if most are boxes of objects."""
     beside = {normal(path).casefold(): path for path in everything if path.suffix.lower() in TEXT_SUFFIXES}
     texts = dict[int, str]()
     for row, file in enumerate(files) if beside else ():
@@ -151,7 +151,11 @@ def _texts_beside(everything: Sequence[Path], files: Sequence[Path], notes: list
         such = printable(files[boxes[0]].name)
         notes.append(f"{len(boxes)} texts are boxes of objects, no captions, such as of {such}")
         return {}
-    return texts
+    captions = {row: [line.strip() for line in _lines(text)] for row, text in texts.items()}
+    if several := [row for row, lines in captions.items() if len(lines) > 1]:
+        such = printable(files[several[0]].name)
+        notes.append(f"{len(several)} texts have several lines, each of which is a caption, such as of {such}")
+    return {row: lines if len(lines) > 1 else texts[row] for row, lines in captions.items()}
 
 
 def _lines(text: str) -> list[str]:

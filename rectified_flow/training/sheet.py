@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from rectified_flow.data.store import ImageDataset, StoreDataset
 from rectified_flow.data.stream import Batch, Batches, fingerprint_of, image_indices
+from rectified_flow.data.survey import spread
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.evaluator import render_sources
 from rectified_flow.flows.flow import SOURCE, Flow
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from rectified_flow.training.trainer import Trainer
 
 PICTURES, COLUMNS = 48, 8
+ROUND_TRIPS = 16  # number of pictures that are encoded and decoded, to measure the error of the autoencoder
 MAX_SIDE = 256  # larger pictures are reduced on the sheet [px]
 MOST_LINES, WORD_SIZE, MIN_SHEET = 6, 14, 720
 """Largest number of lines below a picture, size of the letters of the words, and least width of a sheet [px]."""
@@ -79,10 +81,20 @@ class DataSheet:
             drawn = self._drawn()
         except UsageError:  # of a medium without pictures
             return None
-        texts = PngImagePlugin.PngInfo()
-        texts.add_itxt(WORDS, printed("\n".join(self.words)))
+        texts, words = PngImagePlugin.PngInfo(), [*self.words, *self._round_trip()]
+        texts.add_itxt(WORDS, printed("\n".join(words)))
         texts.add_text(PROOF, self.fingerprint)
-        return encode_picture(self._arranged(*drawn), pnginfo=texts)
+        return encode_picture(self._arranged(*drawn, words), pnginfo=texts)
+
+    @torch.no_grad()
+    def _round_trip(self) -> list[str]:
+        """Return a sentence on how much the autoencoder changes the pictures, if there is one."""
+        medium = self.flow.space.medium
+        if self.pictures is None or not medium.codec:
+            return []
+        some = self.pictures.read_pictures(spread(range(len(self.pictures)), ROUND_TRIPS)).to(self.flow.device)
+        errors = (some.float() - medium.reconstructed(some)).square().flatten(1).mean(dim=1).sqrt()
+        return [f"the autoencoder changes these pictures by {errors.median():.0f} of 255"]
 
     @torch.no_grad()
     def _drawn(self) -> tuple[Tensor, Tensor | None, list[str]]:
@@ -146,7 +158,7 @@ class DataSheet:
             return "source"
         return "\n".join(("source", *(f"[{source.name_of(row)}]" for row in self.pictures.sources_of([number]))))
 
-    def _arranged(self, shown: Tensor, sources: Tensor | None, texts: Sequence[str]) -> Grid:
+    def _arranged(self, shown: Tensor, sources: Tensor | None, texts: Sequence[str], sentences: Sequence[str]) -> Grid:
         """Return the sheet ``[h, w, 3]``: the pictures, each after its source, and the words below them."""
         if sources is not None:
             shown = torch.stack((sources, shown), dim=1).flatten(0, 1)
@@ -157,7 +169,7 @@ class DataSheet:
         grid = to_grid(shown, COLUMNS, texts, self.flow.space.medium.legend, text_lines=min(needed, MOST_LINES))
         grid = np.pad(grid, ((0, 0), (0, max(0, MIN_SHEET - grid.shape[1])), (0, 0)), constant_values=255)
         head = f"{len(shown)} pictures as the network gets them in its first steps: {self.flow.space.medium.noun}"
-        words = "\n".join(("", head, *(f"\u2022 {printed(each)}" for each in self.words)))
+        words = "\n".join(("", head, *(f"\u2022 {printed(each)}" for each in sentences)))
         return np.concatenate((grid, text_picture(words, grid.shape[1], WORD_SIZE).permute(1, 2, 0).numpy()))
 
 

@@ -1,6 +1,9 @@
 """Tests of sample.py: pictures that say how they were generated, their nearest training pictures, and autoguidance."""
 
+import os
 import shutil
+import subprocess
+import sys
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -116,6 +119,15 @@ def test_the_nearest_training_pictures_are_shown_with_their_distances(
         assert shades[0] == pytest.approx(40 * row, abs=3)
         assert shades[1] == 40 * row, "its own picture is the nearest"
         assert abs(int(shades[2]) - 40 * row) == 40
+    (tmp_path / "given").mkdir()
+    write_picture(tmp_path / "given/nearest.png", np.zeros((8, 8, 3), dtype=np.uint8))
+    write_picture(tmp_path / "mask.png", np.full((8, 8, 3), 255, dtype=np.uint8))
+    words = (
+        f"--checkpoint {tmp_path}/run --steps 1 --from_images {tmp_path}/given/nearest.png --mask {tmp_path}/mask.png"
+    )
+    draw(*words.split(), "--nearest", "--output_dir", tmp_path / "both")
+    result, sheet = (Image.open(tmp_path / f"both/{name}.png") for name in ("nearest", "nearest-2"))
+    assert (result.size, sheet.width > 4 * side) == ((8, 8), True), "the result and the sheet have one name"
     (tmp_path / "mine").rename(tmp_path / "moved")
     shutil.rmtree(tmp_path / "cache")
     words = f"--checkpoint {tmp_path}/run --num_samples 2 --steps 1 --output_dir {tmp_path}/two --nearest"
@@ -217,3 +229,20 @@ def test_a_folder_that_another_process_draws_into_is_refused(run: Path, tmp_path
             f"another process is writing to --output_dir {tmp_path}: wait until it ends, or choose another folder",
         )
     assert not list(tmp_path.glob("*.png"))
+
+
+@pytest.mark.slow
+def test_a_reader_that_leaves_after_a_line_ends_no_sampling(run: Path, tmp_path: Path) -> None:
+    """``rectified-flow sample ... | head -1``: all pictures are written, without an error."""
+    end, start = os.pipe()
+    os.close(end)
+    command = [sys.executable, "-m", "rectified_flow", "sample", "--checkpoint", str(run), "--num_samples", "2"]
+    done = subprocess.run(
+        [*command, "--steps", "1", "--output_dir", str(tmp_path / "made")],
+        stdout=start,
+        stderr=subprocess.PIPE,
+        check=False,
+    )
+    os.close(start)
+    assert (done.returncode, b"Error" in done.stderr) == (0, False)
+    assert (tmp_path / "made/00001.png").exists()

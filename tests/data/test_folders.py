@@ -223,6 +223,9 @@ PAIRS = {
     "no telling which": ("1.jpg 1.bmp 2.jpg", "1.png 2.png", "2.jpg=2.png"),
     "another case": ("IMG_1.JPG img_2.jpg", "img_1.png IMG_2.PNG", "IMG_1.JPG=img_1.png img_2.jpg=IMG_2.PNG"),
     "a case that is not unique": ("a.png A.png b.png", "a.jpg b.png", "a.png=a.jpg b.png=b.png"),
+    "scales": ("0001.png 0002.png", "0001x4.png 0002x4.png", "0001.png=0001x4.png 0002.png=0002x4.png"),
+    "roles": ("a_HR.png b_HR.png", "a_LR.png b_SRF_4_LR.png", "a_HR.png=a_LR.png"),
+    "two scales": ("1.png 2.png", "1x2.png 1x4.png 2.png", "2.png=2.png"),
     "another normalisation": ("caf\u00e9.png", "cafe\u0301.jpg", "caf\u00e9.png=cafe\u0301.jpg"),
 }
 
@@ -238,6 +241,7 @@ def test_partners_have_the_same_name_in_any_spelling_that_is_unique(tmp_path: Pa
     assert paired.partners is not None
     found = [f"{mine.names[row]}={theirs.names[paired.partners[row]]}" for row in paired.rows.tolist()]
     assert sorted(found) == sorted(PAIRS[kind][2].split())
+    assert any("have no partner" in remark for remark in paired.remarks) == ({len(mine), len(theirs)} != {len(found)})
 
 
 MARKS = {"-9999": -9999, " 7 \0": 7, "7.0": 7, "nan": -1, "1e400": -1, "none": -1}

@@ -128,6 +128,24 @@ def test_how_units_and_dates_are_read_is_said(folder: Path, capsys: pytest.Captu
     assert isinstance(opened(folder, "size=label").conditions["size"], Labels)
 
 
+def test_a_column_may_have_a_long_name(folder: Path) -> None:
+    name = "a" * 300
+    (folder / "metadata.csv").write_text(cells(name, ["a cat", "a red dog"]))
+    assert isinstance(opened(folder, f"{name}=caption").conditions[name], Caption)
+
+
+def test_each_line_of_a_text_is_a_caption(folder: Path) -> None:
+    for number in range(COUNT):
+        (folder / f"{number:02}.txt").write_text(f"a cat, number {number}\n\n  a red animal \n" if number else "one\n")
+    pictures = opened(folder)
+    assert isinstance(pictures.conditions["text"], Caption)
+    column = pictures.columns["text"]
+    assert [column.texts[number] for number in range(3)] == ["one", "a cat, number 1", "a red animal"]
+    assert np.diff(column.first).tolist() == [1, *[2] * (COUNT - 1)]
+    said = "19 texts have several lines, each of which is a caption, such as of 01.png"
+    assert said in (*pictures.info.notes, *pictures.remarks)
+
+
 def test_names_of_conditions_fit_the_network() -> None:
     names = {"Unicode version": "Unicode_version", "x": "x_column", "2nd": "2nd_column", "é!": "é"}
     assert {column: condition_name(column) for column in names} == names
@@ -174,7 +192,7 @@ FILES: dict[str, tuple[dict[str, str | bytes], str]] = {
     "digits of another script": ({"metadata.csv": cells("size", ["\u0663", "\u0664"])}, "size: Labels 0 1"),
     "texts beside pictures": (TEXTS, "text: Caption nan 0.4472 0.4472"),
     "no words": ({"metadata.csv": cells("text", ["!!!", *(f"a {i}" for i in range(19))])}, "text: Caption nan 0.7071"),
-    "texts with marks of Windows": ({f"{i:02}.txt": b"\xef\xbb\xbfa\r\nb" for i in range(COUNT)}, "text: Labels 0 0"),
+    "texts with marks of Windows": ({f"{i:02}.txt": b"\xef\xbb\xbfa\r\n" for i in range(COUNT)}, "text: Labels 0 0"),
     "texts and a table": ({"metadata.csv": cells("size", ["3"]), **TEXTS}, "size: Number 3; text: Caption nan 0.4472"),
     "the table has the texts": ({"metadata.csv": cells("text", ["x", "y"]), **TEXTS}, "text: Labels 0 1 0"),
     "a list with a gap": ({"metadata.jsonl": jsonl('["a", null]')}, "a: Labels 0 1"),

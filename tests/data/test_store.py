@@ -176,6 +176,17 @@ def test_a_truncated_store_is_built_again(tmp_path: Path, name: str, capsys: pyt
     assert torch.equal(ImageDataset(path)[7]["images"], expected)
 
 
+def test_edited_names_of_classes_in_a_store_are_not_believed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = open_store(SyntheticFlowers(8, count=20), 4, cache_dir=tmp_path)
+    names, text = ImageDataset(path).class_names, (path / "info.json").read_text()
+    (path / "info.json").write_text(text.replace(f'"{names[0]}"', f'"{"x" * len(names[0])}"'))
+    assert open_store(SyntheticFlowers(8, count=20), 4, cache_dir=tmp_path) == path
+    assert "and is made again" in capsys.readouterr().out
+    assert ImageDataset(path).class_names == names
+
+
 @pytest.mark.parametrize(("number", "advice"), [(ESTALE, "or try again"), (EACCES, "change its permissions")])
 def test_a_store_that_cannot_be_read_now_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, advice: str

@@ -1,4 +1,9 @@
-"""Tests of the lines that a program prints."""
+"""Tests of the lines that a program prints, and of the streams to which it prints them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -38,3 +43,29 @@ def test_a_program_inside_another_spells_for_itself() -> None:
 
 def test_an_argument_in_a_message_is_in_backticks_and_its_value_is_not() -> None:
     assert [quoted("seed"), quoted("path a `b` c")] == ["`seed`", "`path` a `b` c"]
+
+
+PRINTING = """
+import os
+from rectified_flow.system.terminal import prepare_streams
+prepare_streams()
+print("one line")
+os._exit(0)  # as a kill, nothing is flushed
+"""
+
+
+def test_a_file_has_each_line_of_a_program_that_is_killed(tmp_path: Path) -> None:
+    with (tmp_path / "log.txt").open("wb") as log:
+        subprocess.run([sys.executable, "-c", PRINTING], stdout=log, check=True)
+    assert (tmp_path / "log.txt").read_text() == "one line\n"
+
+
+def test_a_reader_that_leaves_after_a_line_ends_no_program() -> None:
+    """``rectified-flow --help | head -1``: no error is printed, and the exit code is that of a success."""
+    end, start = os.pipe()
+    os.close(end)
+    done = subprocess.run(
+        [sys.executable, "-m", "rectified_flow", "--help"], stdout=start, stderr=subprocess.PIPE, check=False
+    )
+    os.close(start)
+    assert (done.returncode, done.stderr) == (0, b"")

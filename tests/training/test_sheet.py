@@ -1,6 +1,8 @@
 """Tests of the sheet of the data: the pictures of the first steps, the words, and who writes it when."""
 
 import os
+import re
+from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -8,9 +10,15 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from accelerate import PartialState
 from PIL import Image
 from torch import Tensor
 
+from rectified_flow.cli.build import build_flow
+from rectified_flow.cli.data import find_data
+from rectified_flow.cli.open_data import open_data
+from rectified_flow.cli.settings import read_settings
+from rectified_flow.cli.training_flags import TrainConfig
 from rectified_flow.data.report import sentences
 from rectified_flow.flows.flow import Flow
 from rectified_flow.runs.log import RunLog
@@ -112,6 +120,69 @@ def test_transparent_parts_show_a_chequered_ground() -> None:
     shown = over_chequers(pictures)
     assert shown[0, :, :, 0].unique().tolist() == [10], "an opaque column"
     assert [int(shown[0, 0, 0, x]) for x in (1, CHEQUER)] == list(SHADES)
+
+
+def paint(folder: Path, *shades: int) -> Path:
+    """Write a picture of each shade of red, each in a class of its own."""
+    for number, shade in enumerate(shades):
+        (folder / "ab"[number]).mkdir(parents=True)
+        Image.new("RGB", (8, 8), (shade, 0, 0)).save(folder / f"{'ab'[number]}/{number}.png")
+    return folder
+
+
+def sheet_of(folder: Path, *words: str) -> DataSheet:
+    """Return the sheet of a run with these flags on the pictures in a folder."""
+    PartialState()
+    tiny = f"--image_size 8 --dim 8 --dim_mults 1 --holdout 0 --no_horizontal_flip --cache_dir {folder}/cache"
+    flags = [*tiny.split(), "--dataset_path", str(folder / "pets"), *words]
+    values = read_settings(TrainConfig, "", flags).values
+    data, found = find_data(values.data, values.source, values.columns)
+    opened = open_data(data, found, values.data, (), None, recorded=None, stores=True)
+    flow = build_flow(values, opened.conditions, opened.space)
+    return DataSheet(flow, opened.rows, ["a word"], opened.items, 0, 2)
+
+
+def test_below_a_picture_are_its_class_its_columns_and_its_name(tmp_path: Path) -> None:
+    paint(tmp_path / "pets", 0, 200)
+    (tmp_path / "pets/metadata.csv").write_text("file_name,text,size\na/0.png,a small cat,3\nb/1.png,,7\n")
+    sheet = sheet_of(tmp_path, "--condition_on", "text", "size", "--use_cfg")
+    texts = sorted(sheet._drawn()[2])
+    assert [text.split("\n") for text in texts] == [
+        ["a", "text: a small cat", "size: 3", "[a/0.png]"],
+        ["b", "size: 7", "[b/1.png]"],
+    ]
+
+
+def test_a_source_is_shown_before_its_picture(tmp_path: Path) -> None:
+    paint(tmp_path / "pets", 0, 200)
+    paint(tmp_path / "others", 50, 150)
+    shown, sources, texts = sheet_of(tmp_path, "--source_path", str(tmp_path / "others"), "--paired")._drawn()
+    assert sources is not None
+    pairs = {(int(source[0, 0, 0]), int(each[0, 0, 0])) for source, each in zip(sources, shown, strict=True)}
+    assert pairs == {(50, 0), (150, 200)}
+    assert sorted(texts) == ["a\n[a/0.png]", "b\n[b/1.png]", "source\n[a/0.png]", "source\n[b/1.png]"]
+
+
+def test_a_mask_is_shown_as_grey_in_the_source(tmp_path: Path) -> None:
+    paint(tmp_path / "pets", 0, 200)
+    shown, sources, texts = sheet_of(tmp_path, "--degrade", "mask:box")._drawn()
+    assert sources is not None
+    masked = (sources == 128).all(dim=1, keepdim=True)
+    assert 0 < masked.float().mean() < 1
+    assert torch.equal(sources.where(~masked, 0), shown.where(~masked, 0))
+    assert texts.count("source") == 2
+
+
+def test_the_words_say_how_much_the_autoencoder_changes_the_pictures(tmp_path: Path) -> None:
+    paint(tmp_path / "pets", 0, 200)
+    sheet = sheet_of(tmp_path, "--image_size", "32", "--autoencoder", "small")
+    content = sheet.encoded()
+    assert content is not None
+    with Image.open(BytesIO(content)) as picture:
+        said = re.fullmatch(r"a word\nthe autoencoder changes these pictures by (\d+) of 255", picture.info[WORDS])
+    assert said is not None
+    assert 0 < int(said[1]) < 60
+    assert sheet_of(tmp_path)._round_trip() == []
 
 
 class Tracker:

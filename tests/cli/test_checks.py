@@ -1,0 +1,40 @@
+"""Tests of checks of the data of a run before any long computation."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from rectified_flow.cli.data import flags_of_files
+from rectified_flow.cli.training_flags import DataConfig
+from rectified_flow.errors import UsageError
+from tests.programs import assert_refused
+
+TINY = "--image_size 8 --dim 8 --dim_mults 1 --train_num_steps 1 --holdout 0"
+
+
+def test_classes_in_a_column_of_texts_are_named(tmp_path: Path) -> None:
+    (tmp_path / "pets").mkdir()
+    for number in range(4):
+        Image.new("RGB", (8, 8), (60 * number, 0, 0)).save(tmp_path / f"pets/{number}.png")
+    words = f"--dataset_path {tmp_path}/pets {TINY} --use_cfg --output_dir {tmp_path}/run --cache_dir {tmp_path}"
+    said = "in a subfolder of its own, or pass --condition_on COLUMN=label"
+    assert_refused("train_oxford.py", 1, f"{words}/before", said)
+    rows = [f"{number}.png,small,{'cat' if number % 2 else 'dog'}" for number in range(4)]
+    (tmp_path / "pets/metadata.csv").write_text("\n".join(["file_name,size,label", *rows]))
+    assert_refused("train_oxford.py", 1, f"{words}/after", "or pass --condition_on label=label for a column of texts")
+
+
+@pytest.mark.parametrize(
+    "make", [os.mkfifo, lambda path: os.symlink("nowhere", path), Path.touch], ids=["FIFO", "dangling link", "empty"]
+)
+def test_a_first_file_that_is_no_picture_is_named(make: Callable[[Path], object], tmp_path: Path) -> None:
+    make(tmp_path / "0.png")
+    Image.new("RGB", (12, 8)).save(tmp_path / "1.png")
+    flags = DataConfig(dataset_path=tmp_path, image_size=0)
+    with pytest.raises(UsageError, match=r"--image_size 0 reads the first picture, and .*0\.png is broken \("):
+        flags_of_files(flags, may_choose=True)
+    found = flags_of_files(DataConfig(dataset_path=tmp_path, image_size=0, skip_broken_images=True), may_choose=True)
+    assert (found["image_size"], found["aspect_ratio"]) == (8, "3:2")
