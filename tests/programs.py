@@ -147,8 +147,11 @@ def planned(settings: Settings[TrainConfig], count: int, rate: Callable[[TrainCo
         time = facts.budget_of(values.program) if values.is_planned and not has_length else None
         if values.is_planned and values.teacher.teacher is None:
             settings = choices.with_recipe(settings, Sizes([(256, 256)] * count), time)
-        settings, _ = choices.with_plan(settings, time, count, {}, build_space(settings.values.data))
-        return settings.values
+        space = build_space(settings.values.data)
+        if time is None:
+            facts.print_speed(values.run, choices.speed_of(settings), count)
+            return settings.resolving(facts.short_warm_up(settings.values.run, count, settings.given)).values
+        return choices.with_plan(settings, time, count, {}, space)[0].values
 
 
 def program(name: str, argv: list[str], variables: dict[str, str] | None = None) -> tuple[int, str]:

@@ -10,7 +10,6 @@ import torch
 from accelerate import PartialState
 
 from rectified_flow.cli import facts, plan, reading
-from rectified_flow.cli.budget import seconds_of
 from rectified_flow.cli.build import build_flow, choose_network, divisor_of
 from rectified_flow.cli.data import build_space, can_augment
 from rectified_flow.cli.distill import recipe_of
@@ -34,7 +33,7 @@ from rectified_flow.training.speed import Speed
 
 
 def with_pictures(
-    settings: Settings[TrainConfig], data: PictureData, source: ImageSource, budget: str | None
+    settings: Settings[TrainConfig], data: PictureData, source: ImageSource, budget: float | None
 ) -> tuple[Settings[TrainConfig], list[str]]:
     """Add the flags that suit the pictures of a new run, and return sentences about them, too. Collective.
 
@@ -42,7 +41,7 @@ def with_pictures(
         settings: the settings of the run.
         data: the description of the pictures.
         source: the pictures.
-        budget: the time of the run in words, or None.
+        budget: the time of the run [s], or None.
     """
     excluded = settings.values.data.exclude
     is_empty = bool(excluded) and not source.numbers_without(excluded, None)
@@ -55,14 +54,14 @@ def with_pictures(
     )
     settings = settings.resolving(chosen)
     if budget is not None and {"max_train_samples", "paired"}.isdisjoint(settings.given):
-        whole = seconds_of(budget) * (2 if values.program.one_step else 1)  # both runs need the pictures
+        whole = budget * (2 if values.program.one_step else 1)  # both runs need the pictures
         limited = reading.readable(source, settings.values.data, whole)
         settings = settings.with_layer("plan", limited)
         notes += ["the plan chose `limit`, as reading all pictures takes too much of the time"] if limited else []
     return settings, notes
 
 
-def with_recipe(settings: Settings[TrainConfig], source: ImageSource, budget: str | None) -> Settings[TrainConfig]:
+def with_recipe(settings: Settings[TrainConfig], source: ImageSource, budget: float | None) -> Settings[TrainConfig]:
     """Add the flags that suit the pictures of a source, and print them. Collective."""
     values, size = settings.values, None
     if budget is not None:
@@ -152,24 +151,18 @@ def chosen_size(
 
 
 def with_plan(
-    settings: Settings[TrainConfig], budget: str | None, count: int, conditions: ConditionSpecs, space: Space
-) -> tuple[Settings[TrainConfig], Clock | None]:
+    settings: Settings[TrainConfig], budget: float, count: int, conditions: ConditionSpecs, space: Space
+) -> tuple[Settings[TrainConfig], Clock]:
     """Return the settings of a run with a budget, and its clock, and print the plan. Collective.
-
-    Without a budget, the speed is printed, and the run has no clock.
 
     Args:
         settings: the settings of the run.
-        budget: the time in words, or None.
+        budget: the time of the run [s].
         count: number of items to train on.
         conditions: the conditions of the items.
         space: the space of the data.
     """
     values, distilled, elapsed = settings.values, distillation_of(settings.values), facts.seconds_since(settings.began)
-    if budget is None:
-        items = count if distilled is None else distilled.recipe.pairs
-        facts.print_speed(values.run, speed_of(settings, conditions, space), items)
-        return settings.resolving(facts.short_warm_up(values.run, items, settings.given)), None
     network, fixed = choose_network(values.network), settings.fixed
     if facts.is_free(network, values.network, settings.given):
         fixed = fixed - {"network", *plan.UNET_FLAGS}
@@ -185,7 +178,7 @@ def with_plan(
     known = plan.Facts(
         values.method,
         pictures=count,
-        time=budget,
+        budget=budget,
         sides=(space.shape or values.data.framing.shape)[1:],
         fixed=fixed,
         spent=elapsed,
@@ -208,7 +201,7 @@ def with_plan(
         known, lambda trial: speed_of(settings.resolving(plan.settings_of(known, trial)), conditions, space)
     )
     state.print(lines(made.reasons))
-    clock = Clock(elapsed + known.seconds, made.most_steps, asked=seconds_of(budget), began=settings.began)
+    clock = Clock(elapsed + known.seconds, made.most_steps, asked=budget, began=settings.began)
     return settings.resolving(made.settings), clock
 
 

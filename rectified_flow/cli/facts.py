@@ -14,7 +14,7 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 
 from rectified_flow.cli import plan
-from rectified_flow.cli.budget import seconds_of, time_text
+from rectified_flow.cli.budget import seconds_of
 from rectified_flow.cli.distill import DistillationData, Recipe
 from rectified_flow.cli.record import recorded_flags
 from rectified_flow.cli.training_flags import (
@@ -48,10 +48,9 @@ DEFAULT_BUDGET = "1h"
 """Budget of runs on a folder of pictures and of runs with a teacher, unless a flag gives the length."""
 
 
-def budget_of(program: TrainProgramConfig) -> str:
-    """Return the time in words that a planned run is to take, half of it with ``--one_step``."""
-    budget = program.budget or DEFAULT_BUDGET
-    return time_text(seconds_of(budget) / 2) if program.one_step else budget
+def budget_of(program: TrainProgramConfig) -> float:
+    """Return the time that a planned run is to take [s]: with ``--one_step``, half of the budget."""
+    return seconds_of(program.budget or DEFAULT_BUDGET) / (2 if program.one_step else 1)
 
 
 def seconds_since(began: float) -> float:
@@ -59,21 +58,29 @@ def seconds_since(began: float) -> float:
     return on_main(PartialState(), lambda: time.monotonic() - began)
 
 
-def resumed_clock(folder: Path, budget: str | None, given: Collection[str], began: float) -> Clock | None:
+def time_used(folder: Path, budget: float) -> float:
+    """Return the time that a run used and was killed before its first checkpoint [s], and print it. Collective."""
+    state = PartialState()
+    used = on_main(state, lambda: Clock.used_before(folder, budget))
+    if used:
+        state.print(line("clock", f"{duration(used)} of the time passed before the run was killed"))
+    return used
+
+
+def resumed_clock(folder: Path, budget: float | None, given: Collection[str], began: float) -> Clock | None:
     """Return the clock of a run that resumes; None if its length is a number of steps. Collective.
 
     The run has the rest of its time, or a new time if the user gives another budget.
 
     Args:
         folder: the folder of the run.
-        budget: the budget that the user gives, if there is one.
+        budget: the budget that the user gives [s], if there is one.
         given: names of the flags that the user gave.
         began: when the program began, by :func:`time.monotonic`.
     """
     if not {"train_num_steps", "num_epochs"}.isdisjoint(given):
         return None
-    seconds = None if budget is None else seconds_of(budget)
-    return on_main(PartialState(), lambda: Clock.resumed(folder, seconds=seconds, began=began))
+    return on_main(PartialState(), lambda: Clock.resumed(folder, seconds=budget, began=began))
 
 
 def least_memory() -> float:

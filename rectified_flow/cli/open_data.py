@@ -1,5 +1,6 @@
 """The data of a run, open: pictures or items, their rows as the space stores them, and the rows that are held out."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,28 +61,11 @@ class OpenData:
         return (dataset, None) if self.split is None else self.split.divide(dataset)
 
 
-@dataclass(frozen=True)
-class Holding:
-    """How a run holds pictures out.
-
-    Args:
-        share: share of the pictures to hold out.
-        seed: seed of the split.
-        is_given: whether the user gave the share: then a split that fails is an error.
-        stops: whether the run stops when it memorises, which needs held-out pictures, too.
-    """
-
-    share: float
-    seed: int
-    is_given: bool
-    stops: bool
-
-
 def open_data(
     description: RunData,
     found: Any,
     flags: DataConfig,
-    holding: Holding,
+    split_for: Collection[str],
     distilled: DistillationData | None,
     *,
     recorded: Space | None,
@@ -93,7 +77,7 @@ def open_data(
         description: the description of the data.
         found: the files of the data, or another dataset.
         flags: the flags of the pictures.
-        holding: how pictures are held out.
+        split_for: flags of the user that need held-out pictures: for them, a split that fails is an error.
         distilled: the data of a teacher, if there is one. They are generated later, and nothing is held out of them.
         recorded: the space that the run has recorded, if it has begun.
         stores: whether the rows are stored in the form of their space, which takes long for latents.
@@ -106,7 +90,9 @@ def open_data(
         check_equal(state, lambda: counted)
     teacher = None if distilled is None else on_main(state, distilled.space_of_teacher)
     space = build_space(flags, items, teacher)
-    split = hold_out_pictures(items, holding) if description.has_pictures and distilled is None else None
+    split = None
+    if isinstance(description, PictureData) and distilled is None:
+        split = hold_out_pictures(items, description.holdout, description.seed, split_for)
     items = with_sources(items, description, space)
     if distilled is not None or not stores:
         return OpenData(description, items, items, space, split)
@@ -114,20 +100,20 @@ def open_data(
     return OpenData(description, items, rows, space, split)
 
 
-def hold_out_pictures(pictures: ImageDataset, holding: Holding) -> Split | None:
+def hold_out_pictures(pictures: ImageDataset, share: float, seed: int, split_for: Collection[str]) -> Split | None:
     """Return the split of the pictures, or None if nothing is held out. Collective."""
-    state, asked = PartialState(), holding.is_given or holding.stops
-    if not holding.share:
+    state = PartialState()
+    if not share:
         needed = f"needs pictures to measure on: pass --holdout {plan.proposed_share(len(pictures)):g}"
-        refuse({"stop_when_memorising": holding.stops}, needed)
-        if len(pictures) < plan.MIN_TO_HOLD_OUT and not asked:
+        refuse({"stop_when_memorising": "stop_when_memorising" in split_for}, needed)
+        if len(pictures) < plan.MIN_TO_HOLD_OUT and not split_for:
             text = f"none of {len(pictures)} pictures, as too few would be left"
             state.print(line("held out", text))
         return None
-    split = hold_out(pictures, holding.share, holding.seed)
+    split = hold_out(pictures, share, seed)
     if split.problem is not None:
-        refuse({f"holdout {holding.share:g}": asked}, f"leaves {split.problem}: change it, or pass --holdout 0")
-        state.print(line("held out", f"nothing, as --holdout {holding.share:g} leaves {split.problem}"))
+        refuse({f"holdout {share:g}": bool(split_for)}, f"leaves {split.problem}: change it, or pass --holdout 0")
+        state.print(line("held out", f"nothing, as --holdout {share:g} leaves {split.problem}"))
         return None
     state.print(line("held out", split))
     return split

@@ -11,7 +11,7 @@ from functools import cache
 from math import ceil, inf, log2
 from typing import Any, Literal, NamedTuple
 
-from rectified_flow.cli.budget import seconds_of
+from rectified_flow.cli.budget import time_text
 from rectified_flow.cli.settings import command_line
 from rectified_flow.cli.training_flags import Method
 from rectified_flow.errors import UsageError
@@ -59,7 +59,9 @@ MAX_BATCH, MIN_STEPS = 256, 7000  # a larger batch needs at least so many steps 
 BF16_GAIN = 1.1  # speed of bf16 on a CPU above which bf16 is chosen; measured gains are 1.3 or none (budget.md)
 TOO_SLOW = "pass a smaller --image_size, or a longer --budget"
 TOO_FEW_PICTURES = "add pictures, or pass --train_num_steps in place of --budget, to train for longer"
-FEWEST_STEPS = 10  # no setting makes fewer steps useful
+FEWEST_STEPS = {1: 10, 2: 30}
+"""Steps below which no setting makes a run useful, by the number of runs: the second one also draws samples of its
+teacher, and has larger batches."""
 EMA_SHARE = 0.05  # time constant of the average of the weights, as a share of the steps (budget.md, first table)
 MAX_EMA_DECAY = 0.99999  # 1 would keep the initial weights
 TRAINED_SHARE = 0.9  # of the time, for steps; the rest is for previews and checkpoints (budget.md)
@@ -78,8 +80,8 @@ class Facts:
     method: Method
     pictures: int
     """Number of training pictures, without those that are held out."""
-    time: str
-    """The time in words, such as ``12m``."""
+    budget: float
+    """The time of the run [s]."""
     sides: tuple[int, ...]
     """Sides of the data that the network works on, pictures or latents."""
     fixed: frozenset[str] = frozenset()
@@ -115,7 +117,7 @@ class Facts:
     @property
     def seconds(self) -> float:
         """The time that is left [s]."""
-        return seconds_left(self.time, self.spent / self.runs)
+        return seconds_left(self.budget, self.spent / self.runs)
 
     @property
     def min_batch(self) -> int:
@@ -162,9 +164,9 @@ class Plan(NamedTuple):
     """Number of steps after which samples become copies of the pictures; None for no limit."""
 
 
-def seconds_left(budget: str, spent: float) -> float:
+def seconds_left(budget: float, spent: float) -> float:
     """Return the time that is left for training [s], at least a part of the budget: a shorter run would be useless."""
-    return max(seconds_of(budget) - spent, LEAST_SHARE * seconds_of(budget))
+    return max(budget - spent, LEAST_SHARE * budget)
 
 
 def plan(facts: Facts, measure: Measure) -> Plan:
@@ -185,9 +187,9 @@ def plan(facts: Facts, measure: Measure) -> Plan:
     speed = measure(trial)
     fitting = TRAINED_SHARE * seconds * speed.rate
     steps, step = int(min(fitting, facts.limit) / trial.batch), trial.batch / speed.rate
-    if steps < FEWEST_STEPS:
+    if steps < FEWEST_STEPS[facts.runs]:
         text = f"a step of {trial.batch} images takes {step:.1f} s on this machine; {facts.remedy}"
-        raise UsageError(f"--budget {facts.time} is too short: {text}")
+        raise UsageError(f"--budget {time_text(facts.budget * facts.runs)} is too short: {text}")
     settings = settings_of(facts, trial) | intervals(facts, step, speed.rate, steps)
     settings |= {"train_num_steps": steps, "num_epochs": None, "lr_warmup_steps": max(10, steps // 50)}
     settings |= {"ema_decay": min(round(1 - 1 / max(10.0, EMA_SHARE * steps), 5), MAX_EMA_DECAY)}
@@ -363,7 +365,7 @@ def _choose_samples(facts: Facts, speed: Speed) -> tuple[int, float]:
     if "teacher_samples" not in facts.fixed:
         count = max(facts.min_batch, min(count, fitting))
     if count * seconds >= facts.seconds:
-        refusal = f"generating {count:,} samples of the teacher would take all of --budget {facts.time}"
+        refusal = f"generating {count:,} samples of the teacher would take all of --budget {time_text(facts.budget)}"
         raise UsageError(f"{refusal}: lower --teacher_samples")
     return count, facts.seconds - count * seconds
 
@@ -387,7 +389,7 @@ def _reasons(
     draws = f"draws {samples:,} samples before the training, {samples * facts.calls:,} network calls"
     texts = {
         "time": ", ".join(f"{duration(each)} {what}" for what, each in parts.items() if each >= 1) + " and saving",
-        "budget": f"{facts.time} (--budget changes it): {facts.processes} x {facts.device} trains {speed}",
+        "budget": f"{time_text(facts.budget)} (--budget changes it): {facts.processes} x {facts.device} trains {speed}",
         "length": f"{settings['train_num_steps']:,} steps of {batch} = {images:,} images, {why}",
         "network": f"{network}; {why_network}" if network else why_network,
         "training": f"{rates} {words('mixed_precision', 'time_distribution', 'flow')} (docs/budget.md)",

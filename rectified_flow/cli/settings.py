@@ -71,6 +71,10 @@ class Settings(Generic[C_co]):
             layers[layer] = {**layers.get(layer, {}), name: value}
         return Settings(self.kind, layers, self.began)
 
+    def begun_before(self, seconds: float) -> "Settings[C_co]":
+        """Return settings of a program that began so many seconds earlier."""
+        return Settings(self.kind, self.layers, self.began - seconds)
+
     @cached_property
     def values(self) -> C_co:
         """The groups of flags, with the values of all layers together."""

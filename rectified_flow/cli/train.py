@@ -10,14 +10,21 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import set_seed
 
 from rectified_flow.cli import facts
-from rectified_flow.cli.budget import seconds_of, time_text
+from rectified_flow.cli.budget import time_text
 from rectified_flow.cli.build import build_flow, choose_network, join
 from rectified_flow.cli.callbacks import build_callbacks, write_sheet_of_dry_run
-from rectified_flow.cli.checks import check_flags, check_items, check_sides, check_space, warm_up_note
-from rectified_flow.cli.choices import with_pictures, with_plan
+from rectified_flow.cli.checks import (
+    check_classes,
+    check_flags,
+    check_items,
+    check_sides,
+    check_space,
+    warm_up_note,
+)
+from rectified_flow.cli.choices import speed_of, with_pictures, with_plan
 from rectified_flow.cli.data import build_space, find_data, flags_of_files
 from rectified_flow.cli.distill import DistillationData, open_distilled
-from rectified_flow.cli.open_data import Holding, OpenData, open_data
+from rectified_flow.cli.open_data import OpenData, open_data
 from rectified_flow.cli.plan_document import write_plan
 from rectified_flow.cli.record import check_one_step, distillation_of, handed_on, recorded_space, with_record
 from rectified_flow.cli.settings import Settings
@@ -47,18 +54,18 @@ def train(settings: Settings[TrainConfig]) -> bool:
     program = settings.values.program
     if not program.one_step or program.dry_run:
         return train_run(settings)
-    given, budget = settings.layers.get("given", {}), program.budget or facts.DEFAULT_BUDGET
-    second = one_step_of(settings.values.run, given, budget, spent=0.0)
+    given, half = settings.layers.get("given", {}), facts.budget_of(program)
+    second = one_step_of(settings.values.run, given, half, spent=0.0)
     distilled, run = distillation_of(second.values), second.values.run
     on_main(join(settings.values), lambda: check_one_step(run, second.values.method, distilled))
     if not train_run(settings):
         return False
-    second = one_step_of(settings.values.run, given, budget, spent=facts.seconds_since(settings.began))
+    second = one_step_of(settings.values.run, given, half, spent=facts.seconds_since(settings.began))
     AcceleratorState._reset_state()  # the run may have another precision
     return train_run(second)
 
 
-def one_step_of(run: TrainingConfig, given: Mapping[str, Any], budget: str, *, spent: float) -> Settings[TrainConfig]:
+def one_step_of(run: TrainingConfig, given: Mapping[str, Any], half: float, *, spent: float) -> Settings[TrainConfig]:
     """Return the settings of the one-step generator of ``--one_step``: the flags of both runs, and the time left.
 
     The generator gets at most half of the budget, and at least a tenth. A generator that has begun has a clock of its
@@ -67,15 +74,14 @@ def one_step_of(run: TrainingConfig, given: Mapping[str, Any], budget: str, *, s
     Args:
         run: the flags of the run that it learns from.
         given: the flags of the command line.
-        budget: the time of both in words.
+        half: half of the budget of both [s].
         spent: the time that the run took [s].
     """
     flags = handed_on(given) | {"teacher": run.output_dir, "output_dir": run.output_dir / "one-step", "seed": run.seed}
     if run.checkpoint_dir is not None:
         flags["checkpoint_dir"] = run.checkpoint_dir / "one-step"
     if not (run.output_dir / "one-step" / CLOCK_FILE).exists():
-        seconds = seconds_of(budget)
-        flags["budget"] = time_text(min(max(seconds - spent, seconds / 10), seconds / 2))
+        flags["budget"] = time_text(min(max(2 * half - spent, half / 5), half))
     return Settings(OneStepConfig, {"given": flags})
 
 
@@ -90,6 +96,8 @@ def train_run(settings: Settings[TrainConfig]) -> bool:
     distilled, has_length = distillation_of(settings.values), "train_num_steps" in settings.fixed
     asked = facts.budget_of(program) if settings.values.is_planned and not has_length else None
     budget, chooses_data = None if has_begun else asked, not has_begun and distilled is None
+    if budget is not None and not program.dry_run:
+        settings = settings.begun_before(facts.time_used(settings.values.run.output_dir, budget))
     settings = settings.resolving(flags_of_files(settings.values.data, may_choose=chooses_data))
     data, found = find_data(settings.values.data, settings.values.source, settings.values.columns)
     if not isinstance(data, PictureData):
@@ -112,15 +120,22 @@ def train_run(settings: Settings[TrainConfig]) -> bool:
         space.medium.prepare(state.device)
         known = on_main(state, lambda: recorded_space(values.run)) if has_begun else None
 
-    share, seed = values.data.holdout, values.data.data_seed or 0
-    holding = Holding(share, seed, "holdout" in settings.given, values.evaluation.stop_when_memorising)
-    opened = open_data(data, found, values.data, holding, distilled, recorded=known, stores=not program.dry_run)
+    stops = values.evaluation.stop_when_memorising
+    split_for = settings.given.intersection({"holdout"}) | ({"stop_when_memorising"} if stops else set())
+    opened = open_data(data, found, values.data, split_for, distilled, recorded=known, stores=not program.dry_run)
+    if values.network.use_cfg:
+        columns = {name for name in opened.conditions if name != "labels"} if values.columns.condition_on else set()
+        check_classes(opened.items, columns)
     clock = None
     if has_begun:
         time = asked if program.budget else None
         clock = facts.resumed_clock(values.run.output_dir, time, settings.given, settings.began)
-    elif data.has_pictures or program.dry_run:
+    elif budget is not None:
         settings, clock = with_plan(settings, budget, opened.count, opened.conditions, opened.space)
+    elif data.has_pictures or program.dry_run:
+        items = opened.count if distilled is None else distilled.recipe.pairs
+        facts.print_speed(values.run, speed_of(settings, opened.conditions, opened.space), items)
+        settings = settings.resolving(facts.short_warm_up(values.run, items, settings.given))
     check_sides(settings.values.network, settings.values.data, opened.space)
     distilled = distillation_of(settings.values)  # the plan may have chosen the number of samples
     return train_on(settings.values, opened, distilled, clock, has_begun=has_begun)

@@ -144,6 +144,20 @@ class Clock:
             return cls(seconds, file.most_steps, began=began, changes=file.changes)
         return cls(file.seconds, file.most_steps, asked=file.asked, used=file.used, began=began, changes=file.changes)
 
+    @staticmethod
+    def used_before(folder: Path, asked: float) -> float:
+        """Return the time that a run used and was killed before its first checkpoint [s]. Call in one process only.
+
+        Args:
+            folder: the folder of the run.
+            asked: the time that is asked for. If it is another one than before, no time counts as used.
+        """
+        try:
+            file = read_document(folder / CLOCK_FILE, ClockFile)
+        except DamageError:
+            return 0.0
+        return file.used if file.asked == asked else 0.0
+
     @property
     def elapsed(self) -> float:
         """The time that has passed, without pauses [s]."""

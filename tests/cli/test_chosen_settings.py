@@ -42,7 +42,7 @@ def recipe_of(words: str, source: Sizes) -> TrainConfig:
     return with_recipe(read_settings(TrainConfig, "Train.", words.split()), source, budget_of(words)).values
 
 
-def budget_of(words: str) -> str | None:
+def budget_of(words: str) -> float | None:
     settings = read_settings(TrainConfig, "", words.split())
     values, has_length = settings.values, "train_num_steps" in settings.fixed
     return facts.budget_of(values.program) if values.is_planned and not has_length else None
@@ -140,9 +140,11 @@ def test_a_budget_that_makes_no_sense(words: str, sentence: str) -> None:
 )
 def test_each_of_two_generators_has_half_of_the_time(budget: str, half: str) -> None:
     words = f"--dataset synthetic-flowers --one_step --budget {budget}"
-    assert budget_of(words) == half
-    assert 2 * seconds_of(half) == pytest.approx(seconds_of(budget))
-    assert budget_of("--one_step") == "30m"
+    seconds = budget_of(words)
+    assert seconds is not None
+    assert time_text(seconds) == half
+    assert 2 * seconds == pytest.approx(seconds_of(budget))
+    assert budget_of("--one_step") == 1800
 
 
 @pytest.mark.parametrize(
@@ -160,7 +162,7 @@ def test_each_of_two_generators_has_half_of_the_time(budget: str, half: str) -> 
 def test_the_second_run_of_a_command_has_the_flags_that_are_not_of_the_first_alone(words: str, are_kept: bool) -> None:
     given = read_settings(TrainConfig, "", words.split()).layers["given"]
     assert given
-    second = train.one_step_of(TrainConfig().run, given, "10m", spent=60.0).layers["given"]
+    second = train.one_step_of(TrainConfig().run, given, 300.0, spent=60.0).layers["given"]
     expected = {"teacher", "output_dir", "seed", "budget"} | (given.keys() if are_kept else set())
     assert second.keys() == expected
     assert second["budget"] == "5m"
@@ -285,7 +287,7 @@ def test_the_facts_of_a_run(kind: type[TrainConfig], words: str, expected: dict[
         patch.object(facts, "is_bf16_faster", lambda: True),
     ):
         made.return_value = plan.Plan({}, {})
-        choices.with_plan(settings, "1h", 800, {}, space)
+        choices.with_plan(settings, 3600.0, 800, {}, space)
     known = made.call_args.args[0]
     assert {name: getattr(known, name) for name in expected} == expected
     assert known.seconds == pytest.approx(3600, abs=30)  # but for the time since the flags were read

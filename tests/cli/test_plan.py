@@ -5,6 +5,7 @@ from math import inf
 
 import pytest
 
+from rectified_flow.cli.budget import seconds_of
 from rectified_flow.cli.plan import (
     AUGMENT,
     FORWARD_SHARE,
@@ -26,9 +27,9 @@ from rectified_flow.flags import recorded
 from rectified_flow.networks.unet import Unet
 from rectified_flow.training.speed import Speed
 
-EMOJI = Facts("rectified", 1400, "12m", (32, 32), augment=AUGMENT, starter="suited", precisions=("no", "bf16"))
+EMOJI = Facts("rectified", 1400, 720.0, (32, 32), augment=AUGMENT, starter="suited", precisions=("no", "bf16"))
 FLOWERS = replace(EMOJI, pictures=8192, starter="unsuited")
-HOUR = replace(FLOWERS, pictures=1400, time="1h")
+HOUR = replace(FLOWERS, pictures=1400, budget=3600.0)
 DISTILL = replace(HOUR, method="distill", why_network="the network of the teacher", samples=5000, calls=8)
 
 
@@ -67,7 +68,7 @@ TIMES = ("2m", "12m", "1h", "7h", "2d", "90d")
 @pytest.mark.parametrize("run", RUNS)
 def test_the_laws_of_a_plan(run: str, time: str) -> None:
     """The run uses its time or ends where it would memorise, and its intervals fit into it."""
-    facts, machine = replace(RUNS[run][0], time=time), RUNS[run][1]
+    facts, machine = replace(RUNS[run][0], budget=seconds_of(time)), RUNS[run][1]
     settings = plan(facts, machine).settings
     batch, steps = settings["global_batch_size"], settings["train_num_steps"]
     assert batch % facts.processes == 0
@@ -93,7 +94,7 @@ def test_more_time_or_speed_gives_no_smaller_run(run: str) -> None:
     facts, machine = RUNS[run]
     faster = [Machine(machine.rate * gain, batch=machine.batch, dim=machine.dim) for gain in (1, 3, 10, 100)]
     for plans in (
-        [plan(replace(facts, time=time), machine).settings for time in TIMES],
+        [plan(replace(facts, budget=seconds_of(time)), machine).settings for time in TIMES],
         [plan(facts, each).settings for each in faster],
     ):
         sizes = [(made.get("dim", 0), made["global_batch_size"]) for made in plans]
@@ -144,7 +145,7 @@ def test_a_plan_names_the_speeds_that_it_needs_and_no_others() -> None:
 
 
 def test_a_longer_time_buys_a_wider_network_and_more_steps() -> None:
-    plans = [plan(replace(FLOWERS, time=f"{seconds}s"), Machine(33)) for seconds in (120, 720, 3600, 14400, 86400)]
+    plans = [plan(replace(FLOWERS, budget=float(seconds)), Machine(33)) for seconds in (120, 720, 3600, 14400, 86400)]
     widths = [made.settings["dim"] for made in plans]
     assert widths == sorted(widths)
     assert widths[0] < widths[-1]
@@ -170,7 +171,7 @@ def test_a_longer_time_buys_a_wider_network_and_more_steps() -> None:
 )
 def test_few_pictures_limit_the_length_and_the_width(facts: Facts, passes: int, dim: int) -> None:
     """The width depends on the images that are processed, and the passes on the number of pictures."""
-    made = plan(replace(facts, time="30d"), Machine(500))
+    made = plan(replace(facts, budget=30 * 86400.0), Machine(500))
     assert images(made) == pytest.approx(passes * facts.pictures, rel=0.01)
     assert made.settings["dim"] == dim
     most = 1000 if facts.augment else 400
@@ -181,14 +182,14 @@ def test_few_pictures_limit_the_length_and_the_width(facts: Facts, passes: int, 
 
 def test_the_parts_of_the_time_are_those_of_the_run() -> None:
     """Both runs of ``--one_step`` need the pictures: each has half of the time that reading took, and the line all."""
-    facts = replace(FLOWERS, time="10m", spent=120.0, precisions=(None,))
+    facts = replace(FLOWERS, budget=600.0, spent=120.0, precisions=(None,))
     alone, shared = (plan(replace(facts, runs=runs), Machine(33)).reasons["time"] for runs in (1, 2))
     assert alone == "2.0 minutes to start and read, 7.2 minutes to train, 48 s for previews and saving"
     assert shared == "2.0 minutes to start and read, 8.1 minutes to train, 54 s for previews and saving"
-    few = replace(facts, pictures=60, augment=0, latents=True, time="1h", spent=0.0, why_network="set by flags")
+    few = replace(facts, pictures=60, augment=0, latents=True, budget=3600.0, spent=0.0, why_network="set by flags")
     ended = plan(few, Machine(50, batch=0)).reasons["time"]
     assert ended == "8.0 minutes to train, 53 s for previews and saving", "it has 400 passes"
-    drawn = plan(replace(DISTILL, time="10m"), Machine(30, gain=1, batch=0)).reasons["time"]
+    drawn = plan(replace(DISTILL, budget=600.0), Machine(30, gain=1, batch=0)).reasons["time"]
     assert drawn.startswith("2.5 minutes for samples of the teacher, ")
 
 
@@ -223,7 +224,7 @@ def test_a_step_that_does_not_fit_in_parts_is_refused() -> None:
         plan(replace(FLOWERS, memory=1e10), Machine(33, memory=1e9))
     with pytest.raises(UsageError, match="a step of 24 images does not fit into the memory"):
         plan(replace(FLOWERS, memory=500, batch=24, fixed=frozenset({"global_batch_size"})), Machine(33, memory=2))
-    fixed = replace(FLOWERS, why_network="set by flags", precisions=(None,), time="999999s")
+    fixed = replace(FLOWERS, why_network="set by flags", precisions=(None,), budget=999_999.0)
     full = {Trial(None, 8, None): Speed(10.0), Trial(None, 8, None, AUGMENT): Speed(10.0)}
     full |= {Trial(None, 256, None, AUGMENT): Speed(0.0, inf)}
     assert plan(fixed, full.__getitem__).settings["global_batch_size"] == 8, (
@@ -239,15 +240,28 @@ def test_too_few_images_are_announced() -> None:
     assert images(made) == 96
     assert "96 images are too few" in made.reasons["warning"]
     assert made.reasons["warning"].endswith("pass a smaller --image_size, or a longer --budget")
-    assert "warning" in plan(replace(EMOJI, time="30s"), Machine(3)).reasons
+    assert "warning" in plan(replace(EMOJI, budget=30.0), Machine(3)).reasons
     assert "warning" not in plan(EMOJI, Machine(33)).reasons
-    sentence = r"--budget 100s is too short: a step of 8 images takes 32\.0 s on this machine; pass a smaller"
+    sentence = r"--budget 1m40s is too short: a step of 8 images takes 32\.0 s on this machine; pass a smaller"
     with pytest.raises(UsageError, match=sentence):
-        plan(replace(large, why_network="set by flags", precisions=(None,), time="100s"), Machine(0.25))
+        plan(replace(large, why_network="set by flags", precisions=(None,), budget=100.0), Machine(0.25))
+
+
+@pytest.mark.parametrize("rate", [4.0, 2.7, 2.6, 1.0])
+def test_the_first_of_two_runs_is_refused_if_the_second_would_be(rate: float) -> None:
+    """Of two runs of 100 s each, the second one may need a third of its time for the samples of its teacher."""
+    first = replace(FLOWERS, runs=2, budget=100.0, why_network="set by flags", precisions=(None,))
+    second = replace(DISTILL, budget=100.0, precisions=(None,))
+    machine = Machine(rate, gain=1, batch=0)
+    if rate < 2.65:
+        with pytest.raises(UsageError, match=r"--budget 3m20s is too short: a step of 8 images takes"):
+            plan(first, machine)
+    else:
+        assert images(plan(first, machine)) > images(plan(second, machine)) > 0
 
 
 def test_a_teachers_samples_take_at_most_a_share_of_the_budget() -> None:
-    facts = replace(DISTILL, time="600s")
+    facts = replace(DISTILL, budget=600.0)
     made = plan(facts, Machine(10, dim=32, gain=1, batch=0))
     assert made.settings["teacher_samples"] == int(150 / (8 * FORWARD_SHARE / 10)), "8 calls, 0.35 of an image each"
     assert images(made) == pytest.approx(0.9 * 450 * 10, rel=0.02)
@@ -256,7 +270,7 @@ def test_a_teachers_samples_take_at_most_a_share_of_the_budget() -> None:
     assert drawn.settings["teacher_samples"] == 300
     assert images(drawn) == pytest.approx(0.9 * 600 * 10, rel=0.02), "they are there already"
     assert plan(replace(facts, drawn=5), Machine(10)).settings["global_batch_size"] == 5
-    fixed = replace(facts, fixed=frozenset({"teacher_samples"}), samples=7000, time="1m")
+    fixed = replace(facts, fixed=frozenset({"teacher_samples"}), samples=7000, budget=60.0)
     with pytest.raises(UsageError, match="would take all of --budget 1m: lower --teacher_samples"):
         plan(fixed, Machine(10))
 
@@ -265,7 +279,7 @@ def test_a_teachers_samples_take_at_most_a_share_of_the_budget() -> None:
 def test_previews_take_a_small_share(method: Method, calls: int) -> None:
     """The first preview comes within two minutes if the share allows."""
     for rate, seconds in ((20, 720), (20, 86400), (1000, 3600), (0.1, 3600)):
-        facts = replace(FLOWERS, method=method, why_network="set by flags", precisions=(None,), time=f"{seconds}s")
+        facts = replace(FLOWERS, method=method, why_network="set by flags", precisions=(None,), budget=float(seconds))
         settings = plan(facts, Machine(rate, batch=0)).settings
         step = settings["global_batch_size"] / rate
         interval, cost = settings["sample_every"] * step, settings["num_samples"] * calls * FORWARD_SHARE / rate
@@ -277,7 +291,7 @@ def test_previews_take_a_small_share(method: Method, calls: int) -> None:
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 8])
 def test_any_number_of_processes_divides_the_batch(processes: int) -> None:
-    made = plan(replace(EMOJI, processes=processes, time="3600s"), Machine(2000))
+    made = plan(replace(EMOJI, processes=processes, budget=3600.0), Machine(2000))
     assert made.settings["global_batch_size"] % processes == 0
 
 

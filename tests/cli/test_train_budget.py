@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from contextlib import redirect_stdout, suppress
 from importlib import import_module
 from io import StringIO
@@ -43,9 +44,9 @@ def train(words: str, rate: float = 100.0, measured: bool = False, timed: bool =
         assert run_training(read_settings(TrainConfig, "", words.split()))
 
 
-def printed(words: str) -> str:
+def printed(words: str, timed: bool = False) -> str:
     with redirect_stdout(StringIO()) as said:
-        train(words)
+        train(words, timed=timed)
     return said.getvalue()
 
 
@@ -73,6 +74,21 @@ def test_the_clock_changes_the_number_of_steps_of_all_processes(pictures: Path, 
     total = [clock["planned"], *(total for _, total in clock["changes"])][-1]
     assert (status["state"], status["step"], status["total_steps"]) == ("finished", total, total)
     assert clock["used"] > 0
+
+
+def test_a_run_that_is_killed_before_its_first_checkpoint_has_the_rest_of_its_time(
+    pictures: Path, tmp_path: Path
+) -> None:
+    words = f"--dataset_path {pictures} --cache_dir {tmp_path}/cache {TINY} --output_dir {tmp_path}/run --budget 4s"
+    run_on_ranks(1, train, words, 200.0, False, True)
+    shutil.rmtree(tmp_path / "run/checkpoints")
+    clock = json.loads((tmp_path / "run/clock.json").read_text())
+    (tmp_path / "run/clock.json").write_text(json.dumps(clock | {"used": 1.5}))
+    [said] = run_on_ranks(1, printed, words, True)
+    assert "clock       1.5 s of the time passed before the run was killed" in said
+    again = json.loads((tmp_path / "run/clock.json").read_text())
+    assert again["used"] > 1.5
+    assert again["asked"] == 4
 
 
 def test_the_recorded_flags_give_the_same_run(pictures: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from rectified_flow.cli.checks import warm_up_note
-from rectified_flow.cli.open_data import Holding, open_data
+from rectified_flow.cli.open_data import open_data
 from rectified_flow.cli.training_flags import DataConfig
 from rectified_flow.condition import Labels
 from rectified_flow.errors import UsageError
@@ -125,7 +125,7 @@ def train_on_rows(rows: Any, config: TrainingConfig) -> tuple[str, int]:
 def test_a_dataset_without_items_is_refused() -> None:
     data: Any = SimpleNamespace(open=lambda _found: [], name="nothing", has_pictures=False)
     with pytest.raises(UsageError, match="`dataset` nothing has no items"):
-        open_data(data, None, DataConfig(), Holding(0.0, 0, False, False), None, recorded=None, stores=True)
+        open_data(data, None, DataConfig(), (), None, recorded=None, stores=True)
 
 
 def test_a_warm_up_that_never_ends_is_printed() -> None:

@@ -126,6 +126,8 @@ def test_a_resumed_run_has_the_rest_of_its_time(tmp_path: Path, machine: Machine
     assert (same.elapsed, same.seconds) == (250, 1000), "the same command"
     assert (other.elapsed, other.seconds, other.changes) == (0, 1000, ((3, 9),)), "another time begins anew"
     assert Clock.resumed(tmp_path / "none") is None
+    assert [Clock.used_before(tmp_path, asked) for asked in (900, 1000)] == [250, 0], "killed before a checkpoint"
+    assert Clock.used_before(tmp_path / "none", 900) == 0
 
 
 def late_at(step: int, total: int) -> Clock:
