@@ -79,6 +79,20 @@ def test_quality(tmp_path: Path) -> None:
     assert compute(row_of("quality", "here", tmp_path))["averaged weights"]["frechet"] > 0
 
 
+def test_few_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from studies import few_pictures
+
+    tiny = {"dim": 8, "dim_mults": (1,), "augment": 0.15, "holdout": 0, "num_samples": 0, "learning_rate": 1e-3}
+    monkeypatch.setattr(few_pictures, "PLANNED", tiny)
+    row = row_of("few_pictures", "planned, 30", tmp_path, budget=64)
+    few_pictures.train_planned(row, "planned", 8)
+    assert len(list((row.folder / "pictures").iterdir())) == 8
+    assert row.trained == {"images": 64, "seconds": 0.0}
+    assert few_pictures.measure(row, 8)["16 calls"].keys() == {"frechet", "kernel", "copies", "chance"}
+    with Image.open(row.folder / "16 calls.png") as sheet:
+        assert sheet.width == 6 * 10 + 2, "a sample, and its five nearest pictures"
+
+
 @pytest.fixture
 def free_precision() -> Iterator[None]:
     """Reset the state of Accelerate, so that a test can use another precision than the others."""
