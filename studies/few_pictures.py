@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from rectified_flow import Evaluator, load_flow
+from rectified_flow import Evaluator, RectifiedFlow, load_flow
 from rectified_flow.cli.settings import command_line, read_settings
 from rectified_flow.cli.train import train
 from rectified_flow.cli.training_flags import STARTERS, TrainConfig
@@ -88,7 +88,7 @@ def train_planned(row: Row, name: str, count: int) -> None:
         if not link.is_symlink():
             link.symlink_to(files[number].absolute())
     steps = ceil(row.budget / BATCH)
-    length = {"train_num_steps": steps, "batch_size": BATCH, "lr_warmup_steps": max(1, steps // 50)}
+    length: dict[str, Any] = {"train_num_steps": steps, "batch_size": BATCH, "lr_warmup_steps": max(1, steps // 50)}
     length |= {"ema_decay": 1 - 1 / max(10, steps / 20), "sample_every": steps, "save_every": max(1, steps // 6)}
     places = {"dataset_path": folder, "image_size": row.image_size, "output_dir": row.folder / "run"}
     flags = {**PLANNED, **SETTINGS[name].flags, **length, **places, "seed": row.seed}
@@ -106,7 +106,7 @@ def measure(row: Row, count: int) -> Figures:
     evaluator = Evaluator(seen, FEATURES, held_out=unseen, medium=flow.space.medium, **how)
     ways: dict[str, dict[str, Any]] = {"16 calls": {"steps": 16}}
     if flow.space.medium.codec:
-        starter = load_flow(STARTERS / "small").exact_velocity
+        starter = load_flow(STARTERS / "small", RectifiedFlow).exact_velocity
         ways["guided by the starter"] = {"steps": 16, "guidance": Guidance(autoguidance=SCALE, earlier=starter)}
     figures = {}
     for name, options in ways.items():

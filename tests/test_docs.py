@@ -36,7 +36,7 @@ from rectified_flow.errors import UsageError
 from rectified_flow.flags import flag_types
 from rectified_flow.studio.flags import StudioConfig
 from tests.patience import PATIENCE
-from tests.programs import constant_speed, program, quick_frechet_distance
+from tests.programs import constant_speed, program, quick_frechet_distance, stand_in
 from tests.ranks import run_on_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -324,7 +324,7 @@ def run_command(name: str, flags: list[str], folder: Path) -> None:
 
 def _in_folder(name: str, flags: list[str], folder: Path) -> tuple[int, str]:
     os.chdir(folder)
-    with constant_speed(), quick_frechet_distance():
+    with constant_speed(), quick_frechet_distance(), stand_in():
         return program(name, flags)
 
 

@@ -1,7 +1,7 @@
 """The tab Play: sample with the conditions of a run, vary a picture, generate a part, draw one again from its file."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from secrets import token_hex
 
@@ -20,6 +20,7 @@ SOURCES = "sources"
 """Folder of the pictures that were given to translate, or painted on, in that of a run."""
 ANY = "any"
 WHITE = "#ffffff"
+Flags = dict[str, object]
 Painted = Mapping[str, Image.Image | list[Image.Image] | None]
 """What a person painted: the picture ``background``, and ``layers`` of the same size."""
 
@@ -99,39 +100,33 @@ class PlayTab:
             fill = gr.Button("Generate the painted part", elem_id="fill")
         act(fill.click, self.fill, [self.run, painted, *settings, *fields], None)
 
-    def draw(self, name: str, near: bool, sources: list[str] | None, count: float, *settings: object) -> None:
+    def draw(
+        self, name: str, near: bool, sources: list[str] | None, count: float, seed: float, steps: float,
+        guidance: float | None, auto: float, *values: object,
+    ) -> None:  # fmt: skip
         """Sample pictures."""
         run = RunFolder(folder_of(self.runs, name))
-        flags: dict[str, object] = {"num_samples": int(count)} | ({"nearest": True} if near else {})
+        flags = _sampling(seed, steps, guidance, auto) | {"num_samples": int(count)}
+        flags |= {"nearest": True} if near else {}
         if run.takes_pictures:
             if not sources:
                 raise UsageError("This run translates pictures: give it some first.")
             flags |= {"from_images": _moved(sources, run.folder / SOURCES)}
-        self._sample(run, name, flags, *settings)
+        self._start(run, name, flags, _conditions(run, values))
 
-    def fill(self, name: str, painted: Painted, count: float, *settings: object) -> None:
+    def fill(
+        self, name: str, painted: Painted, count: float, seed: float, steps: float, guidance: float | None,
+        auto: float, *values: object,
+    ) -> None:  # fmt: skip
         """Generate the painted part of a picture, several times."""
         run = RunFolder(folder_of(self.runs, name))
         picture, mask = _picture_and_mask(painted)
         folder = _new_folder(run.folder / SOURCES)
-        flags = {"from_images": folder / "picture.png", "mask": folder / "mask.png", "variants": int(count)}
-        picture.save(flags["from_images"])
-        mask.save(flags["mask"])
-        self._sample(run, name, flags, *settings)
-
-    def _sample(
-        self, run: RunFolder, name: str, flags: dict[str, object], seed: float, steps: float, guidance: float | None,
-        auto: float, *values: object,
-    ) -> None:  # fmt: skip
-        """Sample with the settings of the page, and the values of the conditions."""
-        flags |= {"seed": int(seed or 0), "steps": int(steps)}
-        flags |= {"guidance_scale": guidance} if guidance not in (None, 1) else {}
-        flags |= {"autoguidance": auto} if auto != 1 else {}
-        texts = {
-            control.name: "" if value in (ANY, None) else str(value)
-            for control, value in zip(run.controls, values, strict=True)
-        }
-        self._start(run, name, flags, texts)
+        picture.save(folder / "picture.png")
+        mask.save(folder / "mask.png")
+        flags = _sampling(seed, steps, guidance, auto) | {"variants": int(count)}
+        flags |= {"from_images": folder / "picture.png", "mask": folder / "mask.png"}
+        self._start(run, name, flags, _conditions(run, values))
 
     def choose(self, name: str, event: gr.SelectData) -> str:
         """Return the picture that was chosen in the gallery."""
@@ -144,7 +139,7 @@ class PlayTab:
         run = RunFolder(folder_of(self.runs, name))
         if not chosen:
             raise UsageError("Choose a picture of the gallery first.")
-        flags = {"num_samples": 8, "from_images": chosen, "strength": change, "seed": int(time.time()) % 10**6}
+        flags: Flags = {"num_samples": 8, "from_images": chosen, "strength": change, "seed": int(time.time()) % 10**6}
         self._start(run, name, flags)
 
     def draw_again(self, name: str, file: str) -> None:
@@ -152,9 +147,7 @@ class PlayTab:
         run = RunFolder(folder_of(self.runs, name))
         self._start(run, name, {"like": file})
 
-    def _start(
-        self, run: RunFolder, name: str, flags: dict[str, object], conditions: dict[str, str] | None = None
-    ) -> None:
+    def _start(self, run: RunFolder, name: str, flags: Flags, conditions: Mapping[str, str] | None = None) -> None:
         place = run.folder / DRAWN / time.strftime("%Y-%m-%d-%H%M%S")
         words = commands.draw(run, conditions or {}, {**flags, "output_dir": place})
         jobs.start(self.runs, jobs.Command("draw", name, words, {"folder": str(place)}))
@@ -194,6 +187,19 @@ def field_of(control: Control) -> gr.components.Component:
         low, high = control.span
         return gr.Slider(low, high, (low + high) / 2, label=label, interactive=True)
     return gr.Textbox("", label=label, placeholder=next(iter(control.examples), ""), interactive=True)
+
+
+def _sampling(seed: float, steps: float, guidance: float | None, auto: float) -> Flags:
+    """Return the flags of the settings of sampling; those without an effect are left out."""
+    flags: Flags = {"seed": int(seed or 0), "steps": int(steps)}
+    flags |= {"guidance_scale": guidance} if guidance not in (None, 1) else {}
+    return flags | ({"autoguidance": auto} if auto != 1 else {})
+
+
+def _conditions(run: RunFolder, values: Sequence[object]) -> dict[str, str]:
+    """Return the values of the conditions as texts; an empty text leaves a condition open."""
+    pairs = zip(run.controls, values, strict=True)
+    return {control.name: "" if value in (ANY, None) else str(value) for control, value in pairs}
 
 
 def _folder(job: jobs.Job) -> Path:

@@ -58,9 +58,9 @@ class CopiesHook(Callback):
         features = self.colours.of(samples)
         distances = nearness([features], [self.real])
         worst = distances.argsort()[:SHOWN]
-        ways = [each[worst] for each in (features, mirrored(features))]
-        gaps = [torch.cdist(each, self.real).amin(dim=1, keepdim=True) for each in ways]
-        rows = beside_nearest(samples[worst], torch.where(gaps[0] < gaps[1], *ways), self.real, self.pictures)
+        own, other = features[worst], mirrored(features)[worst]
+        gaps = [torch.cdist(each, self.real).amin(dim=1, keepdim=True) for each in (own, other)]
+        rows = beside_nearest(samples[worst], own.where(gaps[0] < gaps[1], other), self.real, self.pictures)
         log = trainer.run.log
         with log.tolerant("the nearest training pictures"):
             grid = encode_picture(to_grid(rows.flatten(0, 1), columns=rows.shape[1]))

@@ -126,8 +126,8 @@ def test_the_nearest_training_pictures_are_shown_with_their_distances(
         f"--checkpoint {tmp_path}/run --steps 1 --from_images {tmp_path}/given/nearest.png --mask {tmp_path}/mask.png"
     )
     draw(*words.split(), "--nearest", "--output_dir", tmp_path / "both")
-    result, sheet = (Image.open(tmp_path / f"both/{name}.png") for name in ("nearest", "nearest-2"))
-    assert (result.size, sheet.width > 4 * side) == ((8, 8), True), "the result and the sheet have one name"
+    result, both = (Image.open(tmp_path / f"both/{name}.png") for name in ("nearest", "nearest-2"))
+    assert (result.size, both.width > 4 * side) == ((8, 8), True), "the result and the sheet have one name"
     (tmp_path / "mine").rename(tmp_path / "moved")
     shutil.rmtree(tmp_path / "cache")
     words = f"--checkpoint {tmp_path}/run --num_samples 2 --steps 1 --output_dir {tmp_path}/two --nearest"

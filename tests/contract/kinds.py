@@ -150,7 +150,7 @@ def train_teacher(data: Path) -> None:
     run_on_ranks(1, train, KINDS["labels"], data, data / "teacher")
 
 
-def guest(name: str, flags: str, *, calls: tuple[str, ...] = (), **more: Any) -> Kind:
+def guest(name: str, flags: str, *, calls: tuple[str, ...] = (), trains: bool = True, **more: Any) -> Kind:
     """Return the row of a module in tests/extension; most of them are trained on the pictures of one of them.
 
     Args:
@@ -158,11 +158,13 @@ def guest(name: str, flags: str, *, calls: tuple[str, ...] = (), **more: Any) ->
         flags: flags of the training program.
         calls: the contracts, besides training and loading, whose programs call code of the module; without "resume"
             among them, the run on one process is resumed, in half of the time.
+        trains: whether training calls code of the module that no other row calls.
         more: other arguments of :class:`Kind`.
     """
     imports = tuple(f"tests.extension.{module}" for module in dict.fromkeys((name, "own_pictures")))
-    slow = tuple({"sample", "evaluate", "export", "one_step"} - {*calls})
-    return Kind(flags, imports=imports, resumed_on=2 if "resume" in calls else 1, slow=slow, **more)
+    slow = {"sample", "evaluate", "export", "one_step"} | (set() if trains else {"train", "resume"})
+    resumed_on = 2 if "resume" in calls else 1
+    return Kind(flags, imports=imports, resumed_on=resumed_on, slow=tuple(slow - {*calls}), **more)
 
 
 @dataclass(frozen=True)
@@ -286,7 +288,7 @@ KINDS: dict[str, Kind] = {
         export="the condition level",
         one_step=NO_TEACHER,
     ),
-    "own pictures": guest("own_pictures", f"--dataset squares {UNET} --use_cfg"),
+    "own pictures": guest("own_pictures", f"--dataset squares {UNET} --use_cfg", trains=False),
     "own condition": guest(
         "own_condition",
         f"--dataset dials {UNET} --condition_on turn=angle",
@@ -314,6 +316,7 @@ KINDS: dict[str, Kind] = {
         "own_metric",
         f"--dataset squares {UNET}",
         calls=("evaluate",),
+        trains=False,
         metrics="frechet mean_gap brightness",
         scores=("mean_gap", "brightness"),
     ),

@@ -73,7 +73,7 @@ def test_ranks_and_accumulation_share_one_global_batch(world_size: int, accumula
         assert np.array_equal(rows // 46, positions // 46), "the epoch"
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_loader_processes_deliver_the_same_batches(flowers: ImageDataset, context: str) -> None:
     how: Any = {"batch_sampler": StreamSampler(len(flowers), 0, GlobalBatch(8), position=8), "collate_fn": dict}
     here = DataLoader(Batches(flowers), **how)

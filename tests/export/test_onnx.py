@@ -61,6 +61,7 @@ def test_latents_have_a_decoder_beside_the_network(tmp_path: Path) -> None:
     assert torch.allclose(pictures.add(1).div(2).clamp(0, 1), space.decode(x), atol=1e-5)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_rectified_flow_with_labels_as_onnx(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The program returns the velocity of a network that predicts the clean picture, also near the data."""

@@ -59,6 +59,7 @@ def test_precision_is_the_launchers(tmp_path: Path) -> None:
     assert json.loads((run / "config.json").read_text())["training"]["mixed_precision"] is None
 
 
+@pytest.mark.slow
 def test_a_missing_folder_under_torchrun_is_explained_once(tmp_path: Path) -> None:
     code, output = launch([*TORCHRUN, "--dataset_path", "nowhere"], tmp_path)
     assert code != 0
@@ -78,6 +79,7 @@ def test_a_rank_that_fails_ends_all_and_says_why_once(tmp_path: Path) -> None:
     assert (status["state"], status["message"]) == ("failed", "this picture is too sad")
 
 
+@pytest.mark.slow
 def test_the_launch_script_starts_again_what_died(tmp_path: Path) -> None:
     script = [str(ROOT / "scripts/run_multi_gpu_simple.sh"), "1", *TINY, "--max_restarts=1"]
     flags = ["--train_num_steps", "30", "--save_every", "5", "--num_samples", "0", "--output_dir"]

@@ -70,7 +70,7 @@ def read_trackio(folder: Path) -> Stored:
 READERS = {"tensorboard": read_tensorboard, "trackio": read_trackio}
 
 
-@pytest.mark.parametrize("tracker", [*READERS, "wandb"])
+@pytest.mark.parametrize("tracker", [*READERS, pytest.param("wandb", marks=pytest.mark.slow)])
 def test_a_tracker_stores_flags_curves_and_pictures_of_a_resumed_run(tmp_path: Path, tracker: str) -> None:
     pytest.importorskip(tracker)
     (tmp_path / "pictures").mkdir()

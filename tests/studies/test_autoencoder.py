@@ -42,6 +42,7 @@ def test_crops_of_a_picture_are_all_in_one_part(folder: Path) -> None:
     assert not any((training == each).all(axis=(1, 2, 3)).any() for each in held_out)
 
 
+@pytest.mark.slow
 def test_a_training_resumes_and_the_sharpened_encoder_stays(folder: Path) -> None:
     crops = np.load(folder / "training.npy")
     train(crops, flags_of(folder, 0.01))

@@ -65,6 +65,7 @@ def test_help_and_plan(program: str, capsys: pytest.CaptureFixture[str]) -> None
     assert "rows to compute: " in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from studies import one_step
 

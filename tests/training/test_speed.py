@@ -36,7 +36,7 @@ def measured(flow: Flow, count: int, bf16: bool = False) -> Speed:
     return measure_speed(flow, lambda named: torch.optim.SGD([p for _, p in named], lr=0.1), count, autocast=autocast)
 
 
-@pytest.mark.parametrize("kind", [RectifiedFlow, MeanFlow])
+@pytest.mark.parametrize("kind", [RectifiedFlow, pytest.param(MeanFlow, marks=pytest.mark.slow)])
 def test_memory_grows_with_images_pixels_and_width_and_bf16_halves_it(kind: type[RectifiedFlow]) -> None:
     """Measured on at most 2**14 pixels, so that a batch that exceeds the memory is measured, too."""
     few, many, large = (measured(flow_of(side, kind), count).memory for side, count in ((32, 4), (32, 400), (320, 4)))

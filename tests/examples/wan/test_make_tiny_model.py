@@ -19,6 +19,9 @@ RUN = (
 )
 
 
+pytestmark = pytest.mark.slow  # it trains an autoencoder; mission/test_examples.py trains on clips of its own
+
+
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
