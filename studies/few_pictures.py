@@ -15,13 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from rectified_flow import Evaluator, RectifiedFlow, load_flow
+from rectified_flow import Evaluator, RectifiedFlow
 from rectified_flow.cli.settings import command_line, read_settings
 from rectified_flow.cli.train import train
 from rectified_flow.cli.training_flags import STARTERS, TrainConfig
 from rectified_flow.data.stream import permuted
 from rectified_flow.evaluation.evaluator import Comparison
 from rectified_flow.flows.solvers import Guidance
+from rectified_flow.runs import checkpoint
 from rectified_flow.system.pictures import to_grid, write_picture
 from studies.harness import Case, Figures, Flags, Row, Study, run
 from studies.training import FEATURES, find_folder, load_trained, open_pictures, write_trained
@@ -106,8 +107,10 @@ def measure(row: Row, count: int) -> Figures:
     evaluator = Evaluator(seen, FEATURES, held_out=unseen, medium=flow.space.medium, **how)
     ways: dict[str, dict[str, Any]] = {"16 calls": {"steps": 16}}
     if flow.space.medium.codec:
-        starter = load_flow(STARTERS / "small", RectifiedFlow).exact_velocity
-        ways["guided by the starter"] = {"steps": 16, "guidance": Guidance(autoguidance=SCALE, earlier=starter)}
+        starter: RectifiedFlow = load_trained(row)
+        checkpoint.load_matching(starter.network, checkpoint.resolve(STARTERS / "small"))
+        guidance = Guidance(autoguidance=SCALE, earlier=starter.exact_velocity)
+        ways["guided by the starter"] = {"steps": 16, "guidance": guidance}
     figures = {}
     for name, options in ways.items():
         comparison = Comparison(evaluator, flow, options)

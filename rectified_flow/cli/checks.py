@@ -64,6 +64,8 @@ def check_classes(items: Any, columns: Collection[str]) -> None:
     """Raise a UsageError if the items have no condition beside these columns; ``--use_cfg`` needs one."""
     if getattr(items, "conditions", {}).keys() - columns:
         return
+    if columns:
+        raise UsageError("--use_cfg needs labels, and there are none: leave it out, as the columns need no such flag")
     table = getattr(getattr(items, "info", None), "table", ())
     column = next((name for name in LABEL_COLUMNS if name in table), next(iter(table), "COLUMN"))
     advice = f"put the pictures of each class in a subfolder of its own, or pass --condition_on {column}=label"

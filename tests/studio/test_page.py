@@ -221,7 +221,7 @@ def test_the_painted_part_of_a_picture_is_generated(browser: Any, tmp_path: Path
     runs, pictures = tmp_path / "runs", tmp_path / "pictures"
     pictures.mkdir()
     for number in range(8):
-        Image.new("RGB", (40, 30), (20 * number, 99, 0)).save(pictures / f"{number}.png")
+        Image.new("RGB", (400, 300), (20 * number, 99, 0)).save(pictures / f"{number}.png")
     train(runs, "pets", pictures)
     with started(runs) as (address, _), opened(browser, address) as page:
         go(page, "Play")
@@ -246,8 +246,8 @@ def test_the_painted_part_of_a_picture_is_generated(browser: Any, tmp_path: Path
         page.wait_for_selector("#gallery img")
     words = job.command.words
     mask = Image.open(words[words.index("--mask") + 1])
-    assert mask.size == (40, 30)
-    assert 0 < int((np.asarray(mask) > 127).sum()) < 40 * 30 / 2
+    assert mask.size == (400, 300)
+    assert 0 < int((np.asarray(mask) > 127).sum()) < 400 * 300 / 2
 
 
 def test_a_caption_is_written_and_measurements_are_shown_with_their_scale(browser: Any, tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ def test_a_caption_is_written_and_measurements_are_shown_with_their_scale(browse
         Image.new("RGB", (12, 12), (20 * number, 99, 0)).save(pictures / f"{number}.png")
         (pictures / f"{number}.txt").write_text("a cat" if number % 2 else "a red dog")
         np.save(fields / f"{number}.npy", np.random.default_rng(number).normal(size=(12, 12)).astype(np.float32))
-    train(runs, "pets", pictures, "--condition_on", "text", "--use_cfg")
+    train(runs, "pets", pictures, "--condition_on", "text=caption")
     train(runs, "fields", fields)
     with started(runs) as (address, _), opened(browser, address) as page:
         go(page, "Play")
