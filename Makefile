@@ -51,7 +51,7 @@ check: $(READY_DEV)  ## lint, format check, types
 clean:  ## remove .venv; runs and caches stay
 	rm -rf $(VENV)
 
-# If the environment cannot be made whole, nothing of it counts as ready. Modules are compiled when they are first
+# If the installation fails, the environment does not count as ready. Modules are compiled when they are first
 # imported: compiling all of the packages here would take a minute.
 unexport PYTHONDONTWRITEBYTECODE
 define install_into_venv

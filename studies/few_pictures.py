@@ -1,8 +1,9 @@
 """On 30 to 250 pictures at 128 px, how many samples are copies, and how near are samples to held-out pictures?
 
-A case is a setting and a number of pictures. All runs have the settings that the plan of an hour chooses, on latents of
-the package's autoencoder. Budgets are images: the plan limits a run to 400 passes, but not below 22,000 images. The
-remaining pictures of the folder are held out. The recorded rows are of a folder of 294 emoji of people.
+A case is a setting and a number of pictures. All runs use the settings that the plan chooses for one hour, on latents
+of the package's autoencoder. Budgets are numbers of images: the plan limits a run to 400 passes, but not below 22,000
+images. The remaining pictures of the folder are held out. The recorded rows were measured on a folder of 294 emoji of
+people.
 """
 
 import sys
@@ -28,7 +29,7 @@ from studies.harness import Case, Figures, Flags, Row, Study, run
 from studies.training import FEATURES, find_folder, load_trained, open_pictures, write_trained
 
 COUNTS, BATCH = (30, 60, 125, 250), 32
-SCALE = 1.5  # of guidance away from the starter, the "domain guidance" of arXiv:2504.01521
+SCALE = 1.5  # scale of the guidance away from the starter, the "domain guidance" of arXiv:2504.01521
 KERNEL = f"heldout_{FEATURES}_kernel_distance"
 PLANNED: Mapping[str, Any] = {
     "autoencoder": "small",
@@ -45,7 +46,7 @@ PLANNED: Mapping[str, Any] = {
     "holdout": 0,
     "num_samples": 36,
 }
-"""What the plan of an hour chooses for these pictures on a CPU, except for the length."""
+"""Settings that the plan chooses for these pictures for one hour on a CPU, except for the length."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Setting:
 SETTINGS = {
     "planned": Setting("augmentation and the starter's weights"),
     "no augmentation": Setting("expected: more copies", {"augment": 0}),
-    "random weights": Setting("expected: farther, and as many copies", {"init_from": "none"}),
+    "random weights": Setting("expected: larger kernel distance, equally many copies", {"init_from": "none"}),
     "neither": Setting("no augmentation, and random weights", {"augment": 0, "init_from": "none"}),
     "augment 0.3": Setting("expected: fewer copies", {"augment": 0.3}),
     "dropout 0.3": Setting("expected: fewer copies", {"network": (*PLANNED["network"], "dropout=0.3")}),
@@ -67,7 +68,7 @@ SETTINGS = {
 
 
 def split(row: Row, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the numbers of the pictures to train on, and of the held-out ones."""
+    """Return the indices of the training pictures, and of the held-out pictures."""
     total = len(open_pictures(row.data, row.image_size))
     order = permuted(np.arange(total), total, [1 + row.seed])
     return order[:count], order[count:]
@@ -77,7 +78,7 @@ def train_planned(row: Row, name: str, count: int) -> None:
     """Train on some pictures of a folder with the training program; an interrupted run resumes.
 
     Raises:
-        RuntimeError: if the run was asked to stop; it is saved.
+        RuntimeError: if the run was interrupted; its checkpoint is saved.
     """
     source, folder = find_folder(row.data), row.folder / "pictures"
     if source is None:
@@ -100,7 +101,7 @@ def train_planned(row: Row, name: str, count: int) -> None:
 
 
 def measure(row: Row, count: int) -> Figures:
-    """Return the figures of samples, with and without guidance, and write the likeliest copies beside their nearest."""
+    """Return figures of samples with and without guidance; save the likeliest copies and their nearest pictures."""
     flow, pictures = load_trained(row), open_pictures(row.data, row.image_size)
     seen, unseen = (pictures.subset(part) for part in split(row, count))
     how: dict[str, Any] = {"num_samples": row.num_samples, "seed": row.seed, "batch_size": 50}

@@ -61,15 +61,15 @@ def check_items(given: Collection[str], dataset: str) -> None:
 
 
 def check_classes(items: Any, columns: Collection[str]) -> None:
-    """Raise a UsageError if the items have no condition beside these columns; ``--use_cfg`` needs one."""
+    """Raise a UsageError if the items have no condition other than these columns; ``--use_cfg`` needs one."""
     if getattr(items, "conditions", {}).keys() - columns:
         return
     if columns:
-        raise UsageError("--use_cfg needs labels, and there are none: leave it out, as the columns need no such flag")
+        raise UsageError("--use_cfg needs labels, which the data lack: leave it out; --condition_on works without it")
     table = getattr(getattr(items, "info", None), "table", ())
     column = next((name for name in LABEL_COLUMNS if name in table), next(iter(table), "COLUMN"))
     advice = f"put the pictures of each class in a subfolder of its own, or pass --condition_on {column}=label"
-    raise UsageError(f"--use_cfg needs labels: {advice} for a column of texts instead")
+    raise UsageError(f"--use_cfg needs labels: {advice} to use a column of texts as labels")
 
 
 def check_space(space: Space, *, crops: bool, evaluates: bool) -> None:

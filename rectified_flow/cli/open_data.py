@@ -77,7 +77,7 @@ def open_data(
         description: the description of the data.
         found: the files of the data, or another dataset.
         flags: the flags of the pictures.
-        split_for: flags of the user that need held-out pictures: for them, a split that fails is an error.
+        split_for: flags of the user that need held-out pictures; with any of them, a failed split is an error.
         distilled: the data of a teacher, if there is one. They are generated later, and nothing is held out of them.
         recorded: the space that the run has recorded, if it has begun.
         stores: whether the rows are stored in the form of their space, which takes long for latents.

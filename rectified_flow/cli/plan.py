@@ -60,7 +60,7 @@ BF16_GAIN = 1.1  # speed of bf16 on a CPU above which bf16 is chosen; measured g
 TOO_SLOW = "pass a smaller --image_size, or a longer --budget"
 TOO_FEW_PICTURES = "add pictures, or pass --train_num_steps in place of --budget, to train for longer"
 FEWEST_STEPS = {1: 10, 2: 30}
-"""Steps below which no setting makes a run useful, by the number of runs: the second one also draws samples of its
+"""Smallest useful number of steps, by the number of runs: with ``--one_step``, the second run also draws samples of its
 teacher, and has larger batches."""
 EMA_SHARE = 0.05  # time constant of the average of the weights, as a share of the steps (budget.md, first table)
 MAX_EMA_DECAY = 0.99999  # 1 would keep the initial weights

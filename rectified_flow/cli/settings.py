@@ -72,7 +72,7 @@ class Settings(Generic[C_co]):
         return Settings(self.kind, layers, self.began)
 
     def begun_before(self, seconds: float) -> "Settings[C_co]":
-        """Return settings of a program that began so many seconds earlier."""
+        """Return these settings with the start of the program moved back by a number of seconds."""
         return Settings(self.kind, self.layers, self.began - seconds)
 
     @cached_property

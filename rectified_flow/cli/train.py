@@ -74,7 +74,7 @@ def one_step_of(run: TrainingConfig, given: Mapping[str, Any], half: float, *, s
     Args:
         run: the flags of the run that it learns from.
         given: the flags of the command line.
-        half: half of the budget of both [s].
+        half: half of the budget that both runs share [s].
         spent: the time that the run took [s].
     """
     flags = handed_on(given) | {"teacher": run.output_dir, "output_dir": run.output_dir / "one-step", "seed": run.seed}

@@ -303,8 +303,8 @@ def _partners(names: Sequence[str], others: Sequence[str]) -> list[int | None]:
     """Return the number of the partner of each name among the others; None if there is none.
 
     Names are compared as they are, then without their suffixes, then in any case and Unicode normalisation, then
-    without a scale or a role at their end, as in ``0001x4.png`` and ``0001_HR.png``. A name that is not unique on both
-    sides, such as that of ``1.jpg`` beside ``1.png``, has no partner without its suffix.
+    without an ending for the scale or the role, as in ``0001x4.png`` and ``0001_HR.png``. A name that is not unique on
+    both sides, such as that of ``1.jpg`` beside ``1.png``, is not matched without its suffix.
     """
     found: list[int | None] = [None] * len(names)
     for key in PAIR_KEYS:
@@ -328,7 +328,7 @@ def _folded(name: str) -> str:
 
 
 ROLE = re.compile(r"(?:(?<=\d)x\d|[-_ .](?:x\d|lr|hr|gt|input|target|source|before|after))+$")
-"""The end of a name in a pair of a small and a large picture, or of an input and its target, in lower case."""
+"""Endings in which the two names of a pair may differ: a scale, or a role such as input or target; lower case."""
 
 
 def _without_role(name: str) -> str:

@@ -138,7 +138,7 @@ def _tables_among(everything: Sequence[Path], names: PictureNames, notes: list[s
 
 
 def _texts_beside(everything: Sequence[Path], files: Sequence[Path], notes: list[str]) -> dict[int, str | list[str]]:
-    """Return the text beside each picture that has one, a caption in each line; none if most are boxes of objects."""
+    """Return the captions in the text beside each picture, one per line; none if most texts are bounding boxes."""
     beside = {normal(path).casefold(): path for path in everything if path.suffix.lower() in TEXT_SUFFIXES}
     texts = dict[int, str]()
     for row, file in enumerate(files) if beside else ():
@@ -154,7 +154,7 @@ def _texts_beside(everything: Sequence[Path], files: Sequence[Path], notes: list
     captions = {row: [line.strip() for line in _lines(text)] for row, text in texts.items()}
     if several := [row for row, lines in captions.items() if len(lines) > 1]:
         such = printable(files[several[0]].name)
-        notes.append(f"{len(several)} texts have several lines, each of which is a caption, such as of {such}")
+        notes.append(f"the texts of {len(several)} pictures, such as {such}, have several lines: each is a caption")
     return {row: lines if len(lines) > 1 else texts[row] for row, lines in captions.items()}
 
 

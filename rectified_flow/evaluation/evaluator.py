@@ -212,7 +212,7 @@ class Evaluator:
 
 
 def beside_nearest(images: Tensor, features: Tensor, real: Tensor, data: RealData) -> Tensor:
-    """Return images, each before the training images whose features are nearest to its own.
+    """Return images, each followed by the training images with the nearest features.
 
     Args:
         images: the images, uint8 ``[n, c, h, w]``.

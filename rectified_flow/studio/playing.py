@@ -1,4 +1,4 @@
-"""The tab Play: sample with the conditions of a run, vary a picture, generate a part, draw one again from its file."""
+"""The tab Play: sample with conditions, vary a picture, generate a part of it, or draw it again from its file."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -17,12 +17,12 @@ from rectified_flow.studio.watching import folder_of
 DRAWN = "drawn"
 """Folder of drawn pictures, in that of a run."""
 SOURCES = "sources"
-"""Folder of the pictures that were given to translate, or painted on, in that of a run."""
+"""Subfolder of a run for the pictures to translate and the painted pictures."""
 ANY = "any"
 WHITE = "#ffffff"
 Flags = dict[str, object]
 Painted = Mapping[str, Image.Image | list[Image.Image] | None]
-"""What a person painted: the picture ``background``, and ``layers`` of the same size."""
+"""A painted picture: the picture ``background``, and ``layers`` of the same size."""
 
 
 class PlayTab:
@@ -197,7 +197,7 @@ def _sampling(seed: float, steps: float, guidance: float | None, auto: float) ->
 
 
 def _conditions(run: RunFolder, values: Sequence[object]) -> dict[str, str]:
-    """Return the values of the conditions as texts; an empty text leaves a condition open."""
+    """Return the values of the conditions as texts; an empty text means that a condition is not given."""
     pairs = zip(run.controls, values, strict=True)
     return {control.name: "" if value in (ANY, None) else str(value) for control, value in pairs}
 

@@ -133,7 +133,7 @@ class RunFolder:
 
     @property
     def neighbours(self) -> Path | None:
-        """The newest samples beside their nearest training pictures; None for a run that has no such picture."""
+        """File of the likeliest copies beside their nearest training pictures; None if it does not exist."""
         path = self.folder / SAMPLES / "neighbours.png"
         return path if path.exists() else None
 

@@ -16,7 +16,7 @@ from rectified_flow.system.serving import serving
 FORMS = {
     "page": (
         "A web page",
-        "Generates pictures in the visitor's browser. Upload the folder to any web host, or to the hub as a Space.",
+        "Generates pictures in the visitor's browser. Upload it to a web host, or to the Hugging Face Hub as a Space.",
     ),
     "onnx": (
         "A program for other software",
@@ -24,13 +24,13 @@ FORMS = {
     ),
     "diffusers": (
         "A folder for diffusers and the hub",
-        "With a model card, for programs in Python.",
+        "For Python programs that use diffusers; includes a model card.",
     ),
 }
 
 
 LINK = '<p><a href="{}" target="_blank" rel="noopener">Open the page</a></p>'
-PUBLISH = "To publish it on the Hugging Face Hub, run hf auth login once, and then, with your own name:"
+PUBLISH = "To publish it on the Hugging Face Hub, run hf auth login once, replace YOUR_NAME, and run:"
 _SERVERS = ExitStack()
 
 

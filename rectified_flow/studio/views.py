@@ -121,7 +121,7 @@ def listed(texts: Sequence[str]) -> str:
 
 
 def terminal(title: str, *commands: Sequence[str]) -> str:
-    """Return commands for a terminal, each as words, below a title."""
+    """Return a title and, below it, terminal commands, each given as a list of words."""
     text = "\n".join(map(join, commands))
     return f'<p class="same">{escape(title)}</p><pre tabindex="0">{escape(text)}</pre>'
 

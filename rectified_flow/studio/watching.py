@@ -11,7 +11,7 @@ from rectified_flow.studio.events import Updates, act
 from rectified_flow.studio.runs import RunFolder, run_folders
 
 COLUMNS = ("step", "loss", "of")
-NEAR = "The samples that are most like training pictures, each before the pictures nearest to it"
+NEAR = "Samples most similar to training pictures, each followed by its nearest training pictures"
 NEWEST = 0  # place of the slider that follows the newest samples
 
 

@@ -146,11 +146,11 @@ class Clock:
 
     @staticmethod
     def used_before(folder: Path, asked: float) -> float:
-        """Return the time that a run used and was killed before its first checkpoint [s]. Call in one process only.
+        """Return the time used by a run that was killed before its first checkpoint [s]. Call in one process only.
 
         Args:
             folder: the folder of the run.
-            asked: the time that is asked for. If it is another one than before, no time counts as used.
+            asked: the requested time [s]. If it differs from the recorded one, 0 is returned.
         """
         try:
             file = read_document(folder / CLOCK_FILE, ClockFile)

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 FEW_COPIES = 0.05
 """Share of copies in a preview up to which a run does not warn: by chance, samples are near a picture, too."""
 NEIGHBOURS = f"{SAMPLES}/neighbours.png"
-"""File of the samples of the newest preview that are most like copies, each before its nearest training pictures."""
+"""File of the likeliest copies in the newest preview, each followed by its nearest training pictures."""
 
 
 class CopiesHook(Callback):
-    """A warning at each preview whose samples are copies of training pictures, and the picture :data:`NEIGHBOURS`.
+    """Warns at each preview whose samples are copies of training pictures, and writes :data:`NEIGHBOURS`.
 
     The measure is that of ``rectified-flow evaluate`` on colours alone, which need no feature network: samples and
     reconstructions of the pictures are compared by the mean colours of 8x8 fields, mirror images included.

@@ -88,13 +88,13 @@ class DataSheet:
 
     @torch.no_grad()
     def _round_trip(self) -> list[str]:
-        """Return a sentence on how much the autoencoder changes the pictures, if there is one."""
+        """Return a sentence on the reconstruction error of the autoencoder; none without an autoencoder."""
         medium = self.flow.space.medium
         if self.pictures is None or not medium.codec:
             return []
         some = self.pictures.read_pictures(spread(range(len(self.pictures)), ROUND_TRIPS)).to(self.flow.device)
         errors = (some.float() - medium.reconstructed(some)).square().flatten(1).mean(dim=1).sqrt()
-        return [f"the autoencoder changes these pictures by {errors.median():.0f} of 255"]
+        return [f"the RMS error of the autoencoder on these pictures is {errors.median():.0f} of 255"]
 
     @torch.no_grad()
     def _drawn(self) -> tuple[Tensor, Tensor | None, list[str]]:

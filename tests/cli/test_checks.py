@@ -24,7 +24,10 @@ def test_classes_in_a_column_of_texts_are_named(tmp_path: Path) -> None:
     assert_refused("train_oxford.py", 1, f"{words}/before", said)
     rows = [f"{number}.png,small,{'cat' if number % 2 else 'dog'}" for number in range(4)]
     (tmp_path / "pets/metadata.csv").write_text("\n".join(["file_name,size,label", *rows]))
-    assert_refused("train_oxford.py", 1, f"{words}/after", "or pass --condition_on label=label for a column of texts")
+    said = "or pass --condition_on label=label to use a column of texts as labels"
+    assert_refused("train_oxford.py", 1, f"{words}/after", said)
+    columns = f"{words}/after --condition_on label=label"
+    assert_refused("train_oxford.py", 1, columns, "leave it out; --condition_on works without it")
 
 
 @pytest.mark.parametrize(

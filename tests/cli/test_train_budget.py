@@ -85,7 +85,7 @@ def test_a_run_that_is_killed_before_its_first_checkpoint_has_the_rest_of_its_ti
     clock = json.loads((tmp_path / "run/clock.json").read_text())
     (tmp_path / "run/clock.json").write_text(json.dumps(clock | {"used": 1.5}))
     [said] = run_on_ranks(1, printed, words, True)
-    assert "clock       1.5 s of the time passed before the run was killed" in said
+    assert "clock       1.5 s of the budget had been used before the run was killed" in said
     again = json.loads((tmp_path / "run/clock.json").read_text())
     assert again["used"] > 1.5
     assert again["asked"] == 4

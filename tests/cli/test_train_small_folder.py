@@ -163,7 +163,7 @@ def test_a_dry_run_writes_the_sheet_beside_the_store_and_a_run_into_its_folder(o
     plan = json.loads(path.read_text())
     assert (plan["flags"]["image_size"], plan["flags"]["autoencoder"]) == (16, ["small"])
     *words, last = Image.open(sheet).info["Description"].splitlines()
-    assert (plan["words"], last[:37]) == (words, "the autoencoder changes these picture")
+    assert (plan["words"], last[:32]) == (words, "the RMS error of the autoencoder")
     first, second = run_on_ranks(2, printed, flags)
     assert f"data sheet  {tmp_path}/run/data.png" in first
     assert "pictures" not in second

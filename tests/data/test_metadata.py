@@ -142,7 +142,7 @@ def test_each_line_of_a_text_is_a_caption(folder: Path) -> None:
     column = pictures.columns["text"]
     assert [column.texts[number] for number in range(3)] == ["one", "a cat, number 1", "a red animal"]
     assert np.diff(column.first).tolist() == [1, *[2] * (COUNT - 1)]
-    said = "19 texts have several lines, each of which is a caption, such as of 01.png"
+    said = "the texts of 19 pictures, such as 01.png, have several lines: each is a caption"
     assert said in (*pictures.info.notes, *pictures.remarks)
 
 
