@@ -69,6 +69,7 @@ $(READY): requirements.txt
 	$(call install_into_venv,-r requirements.txt)
 	@touch $@
 
-$(READY_DEV): $(READY) pyproject.toml
+$(READY_DEV): requirements.txt pyproject.toml
+	@echo "installing the package with its development tools into $(VENV) (a few GB where PyTorch comes with CUDA)"
 	$(call install_into_venv,-e ".[dev]")
-	@touch $@
+	@touch $(READY) $@

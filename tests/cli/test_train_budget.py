@@ -141,7 +141,7 @@ def test_large_pictures_are_trained_on_as_latents_from_the_starter(tmp_path: Pat
     assert re.search(r"starters/small/step_\d+: ([\d,]+) of \1 weights", said), "all of them are initialised"
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_run_and_its_map_in_one_command(world_size: int, pictures: Path, tmp_path: Path) -> None:
     """The mean flow learns from the run; the same command again finds nothing left to do in either."""
     words = f"--dataset_path {pictures} --cache_dir {tmp_path}/cache {TINY} --output_dir {tmp_path}/run --seed 3"

@@ -67,6 +67,7 @@ def test_a_missing_folder_under_torchrun_is_explained_once(tmp_path: Path) -> No
     assert "exitcode  : 2" in output
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_ends_all_and_says_why_once(tmp_path: Path) -> None:
     command = [*TORCHRUN[:-1], str(ROOT / "tests/launch/faulty_program.py"), *TINY]
     flags = ["--train_num_steps", "20", "--output_dir", "run", "--rank_timeout", str(10 * PATIENCE)]  # not waited for

@@ -162,6 +162,7 @@ def test_a_grid_or_rows_become_the_picture(tmp_path: Path) -> None:
     assert (tmp_path / "plot.png").read_bytes() == b"a plot"
 
 
+@pytest.mark.slow
 def test_commands_run_in_the_folder_until_one_fails(tmp_path: Path) -> None:
     run_commands("rectified-flow --help > help.txt\npython -c 'import rectified_flow'", tmp_path)
     assert "rectified-flow" in (tmp_path / "help.txt").read_text()

@@ -73,6 +73,7 @@ def test_a_resumed_run_ends_with_the_same_bytes(folder: Path) -> None:
     assert_same_bytes(folder / "whole", folder / "resumed", 8)
 
 
+@pytest.mark.slow
 def test_the_same_run_on_two_processes_with_loader_processes(text: Path, folder: Path, tmp_path: Path) -> None:
     words = f"--text {text} {FLAGS} --batch_size 8 --num_workers 1 --output_dir {tmp_path}"
     printed, silent = run_on_ranks(2, train, words)
