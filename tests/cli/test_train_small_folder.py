@@ -169,7 +169,7 @@ def test_a_dry_run_writes_the_sheet_beside_the_store_and_a_run_into_its_folder(o
     assert "pictures" not in second
     planned, trained = Image.open(sheet), Image.open(tmp_path / "run/data.png")
     assert planned.info["Description"] == trained.info["Description"]
-    assert all(first.count(line) == 1 for line in trained.info["Description"].splitlines())
+    assert all(first.count(line) == 1 for line in words)
     before, after = (np.asarray(each).astype(int) for each in (planned, trained))
     assert before.shape == after.shape
     assert abs(before - after).max() <= 8

@@ -163,7 +163,7 @@ def guest(name: str, flags: str, *, calls: tuple[str, ...] = (), trains: bool = 
     """
     imports = tuple(f"tests.extension.{module}" for module in dict.fromkeys((name, "own_pictures")))
     slow = {"sample", "evaluate", "export", "one_step"} | (set() if trains else {"train", "resume"})
-    resumed_on = 2 if "resume" in calls else 1
+    resumed_on: Literal[1, 2] = 2 if "resume" in calls else 1
     return Kind(flags, imports=imports, resumed_on=resumed_on, slow=tuple(slow - {*calls}), **more)
 
 
