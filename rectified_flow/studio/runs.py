@@ -23,6 +23,8 @@ CONFIG, STATUS, CLOCK, METRICS, SAMPLES, DATA = (
     *("samples", "data.png"),
 )
 """Names of the files of a run. The modules that define them import torch; tests/studio compares the names."""
+NEIGHBOURS = "neighbours.png"
+"""Name of a picture among the samples of a run, also compared by tests/studio."""
 ONE_STEP = "one-step"
 PICTURES = ("Pixels", "Latents", "LatentsInStep")
 """Kinds of spaces of pictures."""
@@ -134,7 +136,7 @@ class RunFolder:
     @property
     def neighbours(self) -> Path | None:
         """File of the likeliest copies beside their nearest training pictures; None if it does not exist."""
-        path = self.folder / SAMPLES / "neighbours.png"
+        path = self.folder / SAMPLES / NEIGHBOURS
         return path if path.exists() else None
 
     @property

@@ -249,7 +249,7 @@ def test_too_few_images_are_announced() -> None:
 
 @pytest.mark.parametrize("rate", [4.0, 2.7, 2.6, 1.0])
 def test_the_first_of_two_runs_is_refused_if_the_second_would_be(rate: float) -> None:
-    """Of two runs of 100 s each, the second one may need a third of its time for the samples of its teacher."""
+    """Leave the second run, of 100 s like the first, time to draw the samples of its teacher."""
     first = replace(FLOWERS, runs=2, budget=100.0, why_network="set by flags", precisions=(None,))
     second = replace(DISTILL, budget=100.0, precisions=(None,))
     machine = Machine(rate, gain=1, batch=0)

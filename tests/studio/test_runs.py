@@ -15,6 +15,7 @@ from rectified_flow.runs import folder as run_folder
 from rectified_flow.runs.checkpoint import CONFIG_FILE
 from rectified_flow.studio import runs
 from rectified_flow.studio.runs import Control, RunFolder
+from rectified_flow.training import copies
 from tests.patience import PATIENCE
 
 CONDITIONS = {
@@ -56,6 +57,7 @@ def run(tmp_path: Path) -> Path:
 def test_names_of_files_are_those_of_a_run() -> None:
     assert (CONFIG_FILE, run_folder.STATUS_FILE, run_folder.CLOCK_FILE) == (runs.CONFIG, runs.STATUS, runs.CLOCK)
     assert (run_folder.SAMPLES, run_folder.LOGS[0]) == (runs.SAMPLES, runs.METRICS)
+    assert f"{runs.SAMPLES}/{runs.NEIGHBOURS}" == copies.NEIGHBOURS
 
 
 def test_a_run_trains_if_its_process_lives_and_is_older_than_its_status(run: Path) -> None:
