@@ -104,18 +104,46 @@ def read_status(folder: Path) -> Document:
     return {}
 
 
-def write_status(folder: Path, state: RunState, step: int, total_steps: int, message: str = "") -> str:
-    """Write the status of the run in ``folder``, unless the disk is full, and return the run's name in trackers."""
+def write_status(
+    folder: Path, state: RunState, step: int, total_steps: int, message: str = "", *, times: Block = None
+) -> str:
+    """Write the status of the run in ``folder``, unless the disk is full, and return the run's name in trackers.
+
+    Args:
+        folder: the folder of the run.
+        state: the state of the run.
+        step: number of steps that are done.
+        total_steps: number of steps of the whole run.
+        message: the cause of a failure.
+        times: what :func:`times_of` returns for a run that trains. The disk is then not waited for.
+    """
+    before = read_status(folder)
     status: Document = {"state": state, "step": step, "total_steps": total_steps, "message": message}
-    status |= {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "host": platform.node(), "pid": os.getpid()}
-    status["id"] = read_status(folder).get("id") or uuid.uuid4().hex[:12]  # the same after every restart
+    status |= {"time": _time_text(0), "host": platform.node(), "pid": os.getpid()}
+    status["id"] = before.get("id") or uuid.uuid4().hex[:12]  # the same after every restart
+    status |= times or {"step_time": before.get("step_time")}
     text = json.dumps(status, indent=1)
     try:
-        replace_file(folder / STATUS_FILE, text)
+        replace_file(folder / STATUS_FILE, text, durable=times is None)
     except OSError:
         with suppress(OSError):  # overwriting the old file needs no more space
             (folder / STATUS_FILE).write_text(text)
     return str(status["id"])
+
+
+def times_of(step_time: float, left: float) -> Document:
+    """Return what a status says about times: the time of a step [s], and when the run is expected to end.
+
+    Args:
+        step_time: time of a step, without previews and checkpoints [s].
+        left: time until the end of the run [s].
+    """
+    return {"step_time": round(step_time, 5), "ends": _time_text(left)}
+
+
+def _time_text(ahead: float) -> str:
+    """Return the time that is ``ahead`` seconds from now, by ISO 8601."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(time.time() + ahead))
 
 
 def write_failure(folder: Path, error: BaseException, step: int, total_steps: int) -> None:

@@ -226,8 +226,14 @@ class Run:
             if place is not None:
                 self.print(line(name, place))
 
-    def write_status(self, *, running: bool = False) -> str:
-        """Write the state of the run, and return its name in trackers. Main process only."""
+    def write_status(self, *, running: bool = False, times: Document | None = None) -> str:
+        """Write the state of the run, and return its name in trackers. Main process only.
+
+        Args:
+            running: whether the run goes on.
+            times: see :func:`write_status <rectified_flow.runs.folder.write_status>`.
+        """
         step, total_steps = self.progress()
         ended: folder.RunState = "finished" if step >= total_steps else "interrupted"
-        return folder.write_status(self.config.output_dir, "running" if running else ended, step, total_steps)
+        state = "running" if running else ended
+        return folder.write_status(self.config.output_dir, state, step, total_steps, times=times)

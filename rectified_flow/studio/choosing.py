@@ -78,11 +78,11 @@ class ChooseTabs:
         act(use.click, self.take_folder, everything, looked)
         act(self.folder.submit, self.take_folder, everything, looked)
         act(flowers.click, self.take_flowers, everything, [*looked, self.folder, self.one_step, tabs])
-        act(self.goal.input, lambda goal: gr.update(visible=goal == TRANSLATE), self.goal, self.source)
+        act(self.goal.input, lambda goal: gr.update(visible=goal == TRANSLATE), self.goal, self.source, queue=False)
         changes = [self.minutes.release, self.minutes.input, self.one_step.input, self.columns.input, self.goal.input]
         for event in [*changes, self.source.blur, *self.further.changes]:
             act(event, self.look_again, everything, self.draft)
-        act(self.on.click, lambda: gr.Tabs(selected="time"), None, tabs)
+        act(self.on.click, lambda: gr.Tabs(selected="time"), None, tabs, queue=False)
         act(self.go.click, self.start, everything, [run, tabs])
 
     # Looks at the data

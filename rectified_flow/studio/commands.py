@@ -78,10 +78,9 @@ def resume(run: RunFolder) -> list[str]:
 
 def extend(run: RunFolder, minutes: float) -> list[str]:
     """Return the words that train a finished run for some more minutes, at the speed of its last steps."""
-    seen, rate = (float(str(run.last_line.get(name) or 0)) for name in ("images_seen", "images_per_second"))
-    if not rate or not run.step:
+    if not run.step_time:
         raise UsageError("This run is too short to know its speed; start it again with more time.")
-    steps = run.total + max(1, round(60 * minutes * rate * run.step / seen))
+    steps = run.total + max(1, round(60 * minutes / run.step_time))
     return [*resume(run), *command_line({"train_num_steps": steps})]
 
 

@@ -8,6 +8,7 @@ from typing import Protocol, TypeAlias
 import gradio as gr
 
 from rectified_flow.errors import UsageError
+from rectified_flow.system.files import writing
 from rectified_flow.system.terminal import shown
 
 Shown = dict[int, str]
@@ -40,13 +41,15 @@ def act(
 ) -> None:
     """Call a handler on an event of the page. The event is not part of an API for other programs.
 
-    A handler does not wait for the processes that it starts. Only a handler with a queue can show an error.
+    A handler does not wait for the processes that it starts. Only a handler with a queue can show an error; one
+    without answers sooner.
     """
 
     @wraps(handler)
     def told(*values: object) -> object:
         try:
-            return handler(*values)
+            with writing("a file", UsageError, "make room on the disk, and try again"):
+                return handler(*values)
         except UsageError as error:
             raise gr.Error(escape(shown(str(error))), title="That does not work", print_exception=False) from error
 

@@ -12,6 +12,7 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -149,16 +150,20 @@ def start(runs: Path, command: Command) -> Job:
         rmtree(old.folder, ignore_errors=True)
     folder = _place(runs) / f"{time.time():.6f}-{token_hex(2)}"
     folder.mkdir(parents=True)
-    replace_file(folder / JOB, json.dumps(asdict(command)))
+    _write(folder / JOB, asdict(command))
     job = Job(folder)
     _keep(job)
     return job
 
 
 def jobs(runs: Path, kind: Kind | None = None) -> list[Job]:
-    """Return the jobs in the folder of the runs, oldest first."""
-    found = sorted(_place(runs).glob(f"*/{JOB}"), key=lambda path: float(path.parent.name.split("-")[0]))
-    return [job for path in found if kind in (None, (job := Job(path.parent)).command.kind)]
+    """Return the jobs in the folder of the runs, oldest first; one whose file a full disk cut off is left out."""
+    found = list[Job]()
+    for path in sorted(_place(runs).glob(f"*/{JOB}"), key=lambda path: float(path.parent.name.split("-")[0])):
+        with suppress(UsageError):
+            job = Job(path.parent)
+            found += [job] * (kind in (None, job.command.kind))
+    return found
 
 
 def newest(runs: Path, kind: Kind, run: str | None = None) -> Job | None:
@@ -193,7 +198,7 @@ def _keep(job: Job) -> None:
         stderr=(job.folder / OUTPUT).open("ab"),
         start_new_session=True,
     )
-    replace_file(job.folder / KEEPER, json.dumps(asdict(Process.of(keeper.pid))))
+    _write(job.folder / KEEPER, asdict(Process.of(keeper.pid)))
 
 
 def keep(job: Job) -> None:
@@ -204,7 +209,7 @@ def keep(job: Job) -> None:
         code = None if job.is_stopping or job.has_begun else _run(job)
         if code == 0 and job.command.packed:
             make_archive(str(job.zip.with_suffix("")), "zip", job.command.packed)
-        replace_file(job.folder / ENDED, json.dumps({"code": code}))
+        _write(job.folder / ENDED, {"code": code})
 
 
 def _waits(job: Job) -> bool:
@@ -221,8 +226,8 @@ def _run(job: Job) -> int:
         )
     with suppress(psutil.Error, OSError):
         os.setpriority(os.PRIO_PROCESS, process.pid, NICENESS.get(job.command.kind, 0))
-    with suppress(psutil.Error):  # it may have ended already
-        replace_file(job.folder / PROCESS, json.dumps(asdict(Process.of(process.pid))))
+    with suppress(psutil.Error, OSError):  # it may have ended already, or the disk may be full
+        _write(job.folder / PROCESS, asdict(Process.of(process.pid)))
     asked = False
     while True:
         with suppress(subprocess.TimeoutExpired):
@@ -230,6 +235,11 @@ def _run(job: Job) -> int:
         if job.is_stopping and not asked:
             process.terminate()
             asked = True
+
+
+def _write(path: Path, document: Mapping[str, object]) -> None:
+    """Write a file of a job, without waiting for the disk: the page answers at once."""
+    replace_file(path, json.dumps(document), durable=False)
 
 
 def _process(path: Path) -> Process | None:

@@ -4,7 +4,6 @@ import json
 import os
 import platform
 import signal
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,17 +17,13 @@ from rectified_flow.studio.jobs import Process
 from rectified_flow.system.artifact import MANIFEST
 from rectified_flow.system.files import read_document
 
-CONFIG, STATUS, CLOCK, METRICS, SAMPLES, DATA = (
-    *("config.json", "status.json", "clock.json", "metrics.jsonl"),
-    *("samples", "data.png"),
-)
+CONFIG, STATUS, METRICS, SAMPLES = "config.json", "status.json", "metrics.jsonl", "samples"
 """Names of the files of a run. The modules that define them import torch; tests/studio compares the names."""
 NEIGHBOURS = "neighbours.png"
 """Name of a picture among the samples of a run, also compared by tests/studio."""
 ONE_STEP = "one-step"
 PICTURES = ("Pixels", "Latents", "LatentsInStep")
 """Kinds of spaces of pictures."""
-TAIL = 4096  # bytes at the end of a file of lines, which hold the last line
 CURVES = {"loss": "training", "seen_loss": "some training pictures", "heldout_loss": "held-out pictures"}
 """Names of losses in a line of metrics, and in words."""
 Document = Mapping[str, object]
@@ -63,21 +58,6 @@ class RunFolder:
         """The contents of ``status.json``; empty before the first step."""
         return _document(self.folder / STATUS)
 
-    @cached_property
-    def clock(self) -> Document:
-        """The contents of ``clock.json``; empty for a run whose length is a number of steps."""
-        return _document(self.folder / CLOCK)
-
-    @cached_property
-    def last_line(self) -> Document:
-        """The newest line of metrics."""
-        with suppress(OSError), (self.folder / METRICS).open("rb") as file:
-            file.seek(max(0, file.seek(0, 2) - TAIL))
-            for line in reversed(file.read().splitlines()):
-                with suppress(ValueError):
-                    return _mapping(json.loads(line))
-        return {}
-
     @property
     def is_elsewhere(self) -> bool:
         """Whether another machine trains the run."""
@@ -97,35 +77,28 @@ class RunFolder:
 
         with suppress(psutil.Error, ValueError):
             process = Process.of(int(_number(self.status, "pid")))
-            return (
-                process.is_alive and process.created < datetime.fromisoformat(str(self.status["time"])).timestamp() + 2
-            )
+            return process.is_alive and process.created < (_time(self.status, "time") or 0.0) + 2
         return False
 
     @property
     def step(self) -> int:
-        """Number of steps that are done, as far as the files tell."""
-        return int(max(_number(self.status, "step"), _number(self.last_line, "step")))
+        """Number of steps that were done when the status was written."""
+        return int(_number(self.status, "step"))
 
     @property
     def total(self) -> int:
         """Number of steps of the whole run."""
-        changes = self.clock.get("changes")
-        last = changes[-1] if isinstance(changes, list) and changes else None
-        return int(last[1]) if isinstance(last, list) else int(_number(self.status, "total_steps"))
+        return int(_number(self.status, "total_steps"))
 
     @property
     def ends(self) -> float | None:
-        """When the run is expected to end [s since 1970]: by its clock, or by the speed of its last steps."""
-        if self.state != "running":
-            return None
-        if self.clock:
-            written = (self.folder / CLOCK).stat().st_mtime
-            return max(time.time(), written + _number(self.clock, "seconds") - _number(self.clock, "used"))
-        seen, rate = (_number(self.last_line, name) for name in ("images_seen", "images_per_second"))
-        if not rate or not self.step:
-            return None
-        return (self.folder / METRICS).stat().st_mtime + (self.total - self.step) * seen / self.step / rate
+        """When the run is expected to end [s since 1970]; None if it does not train, or before the first estimate."""
+        return _time(self.status, "ends") if self.state == "running" else None
+
+    @property
+    def step_time(self) -> float:
+        """Time of a step [s]; 0 before the first measurement."""
+        return _number(self.status, "step_time")
 
     @property
     def samples(self) -> dict[int, Path]:
@@ -252,6 +225,13 @@ def _mapping(value: object) -> Document:
 def _list(document: Document, name: str) -> list[object]:
     value = document.get(name)
     return [*value] if isinstance(value, list | tuple) else []
+
+
+def _time(document: Document, name: str) -> float | None:
+    """Return a time in a document [s since 1970]; None without one."""
+    with suppress(ValueError):
+        return datetime.fromisoformat(str(document.get(name))).timestamp()
+    return None
 
 
 def _number(document: Document, name: str) -> float:

@@ -35,6 +35,7 @@ def receive(runs: Path, name: str, files: Sequence[Path]) -> Path:
         for file in files:
             if file.suffix.lower() == ".zip":
                 unpack(file, folder)
+                file.unlink()  # it would use as much of the disk as its pictures
             else:
                 shutil.move(file, unused(folder / file.name))
     except BaseException:

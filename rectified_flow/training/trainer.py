@@ -21,7 +21,7 @@ from rectified_flow.errors import UsageError
 from rectified_flow.flows.flow import Flow
 from rectified_flow.networks.network import to_device
 from rectified_flow.runs import checkpoint
-from rectified_flow.runs.folder import CLOCK_FILE, data_description
+from rectified_flow.runs.folder import CLOCK_FILE, data_description, times_of
 from rectified_flow.runs.run import Run
 from rectified_flow.runs.training_config import MixedPrecision, TrainingConfig
 from rectified_flow.system.pictures import to_grid
@@ -297,6 +297,7 @@ class Trainer:
         }
         self.run.log.metrics(state.step, values)
         self._write_clock()
+        self._write_times(self.batch.total / rate)
         for callback in self.callbacks:
             callback.on_log(self, values)
         shown = [f"{name} {value:.4f}" for name, value in means.items() if name != "grad_norm"]
@@ -314,6 +315,13 @@ class Trainer:
         if self.clock is not None and self.accelerator.is_main_process:
             with self.run.log.tolerant("the clock"):
                 self.clock.write(self.config.output_dir, self.pace.planned, durable=False)
+
+    def _write_times(self, step_time: float) -> None:
+        """Write into ``status.json`` where the run is, and when it is expected to end: by the clock if it has one."""
+        if self.accelerator.is_main_process and self.state.step < self.total_steps:
+            left = (self.total_steps - self.state.step) * step_time
+            left = left if self.clock is None else max(0.0, self.clock.seconds - self.clock.elapsed)
+            self.run.write_status(running=True, times=times_of(step_time, left))
 
     def preview(self) -> None:
         """Write a grid of samples of the averaged flow. Collective."""

@@ -55,7 +55,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_names_of_files_are_those_of_a_run() -> None:
-    assert (CONFIG_FILE, run_folder.STATUS_FILE, run_folder.CLOCK_FILE) == (runs.CONFIG, runs.STATUS, runs.CLOCK)
+    assert (CONFIG_FILE, run_folder.STATUS_FILE) == (runs.CONFIG, runs.STATUS)
     assert (run_folder.SAMPLES, run_folder.LOGS[0]) == (runs.SAMPLES, runs.METRICS)
     assert f"{runs.SAMPLES}/{runs.NEIGHBOURS}" == copies.NEIGHBOURS
 
@@ -73,13 +73,13 @@ def test_a_run_of_another_machine_is_as_its_status_says(run: Path) -> None:
     assert (RunFolder(run).state, RunFolder(run).is_elsewhere) == ("running", True)
 
 
-def test_a_run_ends_by_its_clock_or_else_by_its_speed(run: Path) -> None:
-    (run / runs.METRICS).write_text('{"step": 4, "images_seen": 32, "images_per_second": 2.0}\n{"step": 5, "ima')
-    assert RunFolder(run).step == 4
-    assert RunFolder(run).ends == pytest.approx(time.time() + 6 * 8 / 2, abs=2)
-    write(run, runs.CLOCK, {"seconds": 100.0, "used": 40.0, "planned": 10, "changes": [[2, 12], [3, 20]]})
-    assert RunFolder(run).ends == pytest.approx(time.time() + 60, abs=2)
-    assert RunFolder(run).total == 20
+def test_a_run_ends_when_its_status_says(run: Path) -> None:
+    run_folder.write_status(run, "running", 4, 10, times=run_folder.times_of(0.5, 60.0))
+    found = RunFolder(run)
+    assert found.ends == pytest.approx(time.time() + 60, abs=2)
+    assert (found.step, found.total, found.step_time) == (4, 10, 0.5)
+    run_folder.write_status(run, "finished", 10, 10)
+    assert (RunFolder(run).ends, RunFolder(run).step_time) == (None, 0.5)
 
 
 def test_a_folder_that_vanishes_or_is_damaged_has_no_state(tmp_path: Path) -> None:

@@ -25,6 +25,8 @@ def test_files_and_zips_get_a_folder_of_their_own(tmp_path: Path) -> None:
     found = sorted(str(file.relative_to(folder)) for file in folder.rglob("*.png"))
     assert found == ["a.png", "b.png", "cat/1.png", "dog/1.png"]
     assert folder == tmp_path / "runs/pictures/pets"
+    assert not archive.exists(), "it uses as much of the disk as its pictures"
+    archive = zipped(tmp_path / "more.zip", "cat/1.png")
     assert receive(tmp_path / "runs", "pets", [archive]) == tmp_path / "runs/pictures/pets-2"
 
 
