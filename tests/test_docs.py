@@ -76,7 +76,10 @@ TINY_IF_GIVEN = {
     "--method reflow --teacher": "--teacher_samples 4 --teacher_steps 1",
     "--teacher": "--teacher_samples 8 --teacher_steps 2",
 }
-SLOW_PAGES = ("docs/budget.md", "docs/mean_flow.md", "docs/training.md", "docs/measurements/budget.md")
+SLOW_PAGES = (
+    *("docs/budget.md", "docs/mean_flow.md", "docs/training.md", "docs/sampling.md", "docs/measurements/budget.md"),
+    "docs/latents.md",
+)
 """Pages with long training runs. tests/cli/test_train_budget.py and tests/cli/test_teacher.py test the same flags."""
 DEFAULT_OUTPUT = "runs/rectified-flow"
 CLASSES = ("daisy", "rose", "sunflower")

@@ -156,13 +156,14 @@ def guest(name: str, flags: str, *, calls: tuple[str, ...] = (), trains: bool = 
     Args:
         name: the module.
         flags: flags of the training program.
-        calls: the contracts, besides training and loading, whose programs call code of the module; without "resume"
-            among them, the run on one process is resumed, in half of the time.
+        calls: the contracts, besides training on one process and loading, whose programs call code of the module, and
+            "train" if that code might behave otherwise on two processes; without "resume" among them, the run on one
+            process is resumed, in half of the time.
         trains: whether training calls code of the module that no other row calls.
         more: other arguments of :class:`Kind`.
     """
     imports = tuple(f"tests.extension.{module}" for module in dict.fromkeys((name, "own_pictures")))
-    slow = {"sample", "evaluate", "export", "one_step"} | (set() if trains else {"train", "resume"})
+    slow = {"train", "sample", "evaluate", "export", "one_step"} | (set() if trains else {"resume"})
     resumed_on: Literal[1, 2] = 2 if "resume" in calls else 1
     return Kind(flags, imports=imports, resumed_on=resumed_on, slow=tuple(slow - {*calls}), **more)
 
@@ -258,7 +259,7 @@ KINDS: dict[str, Kind] = {
     "own network": guest(
         "own_network",
         "--dataset squares --image_size 8 --use_cfg --network TwoConvolutions width=8",
-        calls=("resume", "sample", "export"),
+        calls=("train", "resume", "sample", "export"),
     ),
     "own adapter": guest(
         "own_adapter",
@@ -269,7 +270,7 @@ KINDS: dict[str, Kind] = {
     "own flow": guest(
         "own_flow",
         f"--dataset squares {UNET} --flow CircleFlow",
-        calls=("resume", "sample", "evaluate", "export", "one_step"),
+        calls=("train", "resume", "sample", "evaluate", "export", "one_step"),
         export="a CircleFlow cannot be exported",
         one_step=NOT_RECTIFIED,
     ),
@@ -277,14 +278,14 @@ KINDS: dict[str, Kind] = {
     "own space": guest(
         "own_space",
         "--dataset rings --space Clouds scale=300 --network PointNetwork width=16",
-        calls=("sample", "evaluate", "export"),
+        calls=("train", "sample", "evaluate", "export"),
         export="a flow of clouds",
         one_step=NO_TEACHER,
     ),
     "own dataset": guest(
         "own_dataset",
         f"--dataset ramps {UNET} --use_cfg",
-        calls=("evaluate", "export", "one_step"),
+        calls=("train", "evaluate", "export", "one_step"),
         export="the condition level",
         one_step=NO_TEACHER,
     ),

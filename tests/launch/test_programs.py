@@ -36,6 +36,7 @@ def test_the_launch_script_on_two_processes(tmp_path: Path) -> None:
     assert str(Path("run/checkpoints/step_00000010")) in output.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_the_launch_script_without_gpus_runs_plain_python(tmp_path: Path) -> None:
     """Train in the precision of the flag, whatever precision the launcher requests."""
     command = [str(ROOT / "scripts/run_multi_gpu_simple.sh"), *TINY, "--mixed_precision", "no", "--dry_run"]
