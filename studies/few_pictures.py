@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from math import ceil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -74,26 +75,42 @@ def split(row: Row, count: int) -> tuple[np.ndarray, np.ndarray]:
     return order[:count], order[count:]
 
 
+def files_of(row: Row) -> list[Path]:
+    """Return the files of the pictures of a row, in the order of their dataset."""
+    source = find_folder(row.data)
+    if source is None:
+        raise RuntimeError(f"{row.data} is not a folder of pictures")
+    return [source / each for each in open_pictures(row.data, row.image_size).names]
+
+
 def train_planned(row: Row, name: str, count: int) -> None:
-    """Train on some pictures of a folder with the training program; an interrupted run resumes.
+    """Train on some pictures of a folder; see :func:`train_on_links`."""
+    files = files_of(row)
+    train_on_links(row, {Path(files[number].name): files[number] for number in split(row, count)[0]}, SETTINGS[name])
+
+
+def train_on_links(row: Row, files: Mapping[Path, Path], setting: Setting) -> None:
+    """Train on pictures with the training program; an interrupted run resumes.
+
+    Args:
+        row: the row.
+        files: the files of the pictures, by the names under which the run finds them.
+        setting: the deviation from the plan.
 
     Raises:
         RuntimeError: if the run was interrupted; its checkpoint is saved.
     """
-    source, folder = find_folder(row.data), row.folder / "pictures"
-    if source is None:
-        raise RuntimeError(f"{row.data} is not a folder of pictures")
-    files = [source / each for each in open_pictures(row.data, row.image_size).names]
-    folder.mkdir(parents=True, exist_ok=True)
-    for number in split(row, count)[0]:
-        link = folder / files[number].name
+    folder = row.folder / "pictures"
+    for name, file in files.items():
+        link = folder / name
+        link.parent.mkdir(parents=True, exist_ok=True)
         if not link.is_symlink():
-            link.symlink_to(files[number].absolute())
+            link.symlink_to(file.absolute())
     steps = ceil(row.budget / BATCH)
     length: dict[str, Any] = {"train_num_steps": steps, "batch_size": BATCH, "lr_warmup_steps": max(1, steps // 50)}
     length |= {"ema_decay": 1 - 1 / max(10, steps / 20), "sample_every": steps, "save_every": max(1, steps // 6)}
     places = {"dataset_path": folder, "image_size": row.image_size, "output_dir": row.folder / "run"}
-    flags = {**PLANNED, **SETTINGS[name].flags, **length, **places, "seed": row.seed}
+    flags = {**PLANNED, **setting.flags, **length, **places, "seed": row.seed}
     settings = read_settings(TrainConfig, "", command_line(flags))
     if not train(settings):
         raise RuntimeError(f"{row.folder} was interrupted, and its checkpoint is saved")
