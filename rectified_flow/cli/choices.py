@@ -11,7 +11,7 @@ from accelerate import PartialState
 
 from rectified_flow.cli import facts, plan, reading
 from rectified_flow.cli.build import build_flow, choose_network, divisor_of
-from rectified_flow.cli.data import build_space, can_augment
+from rectified_flow.cli.data import build_space, can_augment, could_augment
 from rectified_flow.cli.distill import recipe_of
 from rectified_flow.cli.framing import FramedFlags, framing_of
 from rectified_flow.cli.record import distillation_of
@@ -65,18 +65,17 @@ def with_recipe(settings: Settings[TrainConfig], source: ImageSource, budget: fl
     """Add the flags that suit the pictures of a source, and print them. Collective."""
     values, size = settings.values, None
     if budget is not None:
-        size = {}
         rules = rules_of(TrainConfig)
-        is_free = not any(rules[name].fixes_size for name in settings.given)
-        if is_free and values.init.origin(values.data.starter) is None and not values.data.space:
-            precisions = facts.precisions(values.run, values.method, settings.fixed)
-            size = chosen_size(
-                source,
-                values.data,
-                plan.seconds_left(budget, facts.seconds_since(settings.began)),
-                precisions,
-                lambda flags: speed_of(settings.with_layer("given", flags)),
-            )
+        given = {name for name in settings.given if rules[name].fixes_size}
+        given |= {"init_from"} if values.init.origin(values.data.starter) is not None else set()
+        size = chosen_size(
+            source,
+            values.data,
+            {} if values.data.space else plan.sizes_for(given, values.data.framing.shape[1:], values.data.autoencoder),
+            plan.seconds_left(budget, facts.seconds_since(settings.began)),
+            facts.precisions(values.run, values.method, settings.fixed),
+            lambda flags: speed_of(settings.with_layer("given", flags)),
+        )
     divisor = divisor_of(choose_network(values.network))
     return settings.with_layer("plan", recipe(values.data, source, divisor, settings.fixed, size))
 
@@ -91,12 +90,14 @@ def recipe(
         source: the pictures.
         divisor: number that must divide the sides, for the network.
         fixed: names of flags that are not to be chosen.
-        size: the flags of the size that a plan chose, which will also choose the augmentation; None without a plan.
+        size: the flags of the size that a plan chose, which will also choose the augmentation of pixels; None without
+            a plan.
     """
     count = len(source.numbers_without(data.exclude, data.max_train_samples))
-    flags = plan.for_pictures(count, augmentable=can_augment(build_space(data, source))) | (size or {})
+    flags = plan.for_pictures(count, augmentable=could_augment(data, source))
     if size is not None:
         flags.pop("augment", None)  # the plan decides it, when it knows the number of passes
+        flags |= size
     if not data.autoencoder and data.aspect_ratio == "1:1" and "image_size" not in flags:
         largest = max(reading.sides_of(source, data.crop), default=0)
         multiple = max(plan.MIN_SIDE, divisor)
@@ -112,6 +113,7 @@ def recipe(
 def chosen_size(
     source: ImageSource,
     data: DataConfig,
+    sizes: Mapping[plan.Size, int],
     seconds: float,
     precisions: Sequence[str | None],
     speed_of: Callable[[Mapping[str, Any]], Speed],
@@ -121,12 +123,15 @@ def chosen_size(
     Args:
         source: the pictures.
         data: the flags of the pictures.
+        sizes: the sizes to choose from.
         seconds: the time that is left [s].
         precisions: the precisions to choose from.
         speed_of: measures the speed of a run with other flags.
     """
-    state, sides = PartialState(), reading.sides_of(source, data.crop)
-    if not isinstance(source, FileFolder | HuggingFaceSource) or not sides:
+    state, is_free = PartialState(), sizes is plan.SIZES
+    sides = reading.sides_of(source, data.crop) if is_free else [data.image_size]
+    is_registered = not isinstance(source, FileFolder | HuggingFaceSource)  # such a dataset has the size of its flags
+    if not sizes or not sides or (is_free and is_registered):
         return {}
 
     def measure(side: int, autoencoder: tuple[str, ...]) -> Speed:
@@ -142,10 +147,15 @@ def chosen_size(
     count = len(source.numbers_without(data.exclude, data.max_train_samples))
 
     def error(side: int, autoencoder: tuple[str, ...]) -> float:
+        if autoencoder == data.autoencoder:
+            return 0.0  # the run warns if it is large
         return reading.round_trip_error(source, replace(data, image_size=side, autoencoder=autoencoder))
 
-    made = plan.choose_size(count, int(median(sides)), seconds, measure, error)
-    if made.reasons:
+    def augmentable(side: int, autoencoder: tuple[str, ...]) -> bool:
+        return could_augment(replace(data, image_size=side, autoencoder=autoencoder), source)
+
+    made = plan.choose_size(count, int(median(sides)), seconds, measure, error, sizes=sizes, augmentable=augmentable)
+    if made.reasons and not data.autoencoder:
         state.print(lines(made.reasons))
     return made.settings
 

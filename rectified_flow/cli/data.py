@@ -154,20 +154,29 @@ Found = ImageDataset | ImageSource | Dataset[Any]
 
 def build_space(data: DataConfig, found: Found | None = None, teacher: Space | None = None) -> Space:
     """Build the space of the flags, for a student with the scale of its teacher; that of latents is measured later."""
+    space = _space_of(data, found, teacher)
+    used = {"augment": data.augment > 0 and not can_augment(space)}
+    refuse(used, f"has no effect on {type(space).__name__}: leave it out")
+    return space
+
+
+def could_augment(data: DataConfig, found: Found) -> bool:
+    """Return whether the space of the flags would crop and augment training data if it were asked to."""
+    return can_augment(_space_of(replace(data, augment=data.augment or 1.0), found))
+
+
+def _space_of(data: DataConfig, found: Found | None, teacher: Space | None = None) -> Space:
     kind = kind_of_space(data)
     needless = bool(data.autoencoder) and "autoencoder" not in kind.uses
     refuse({"autoencoder": needless}, f"encodes pictures, and the data are {kind.__name__}: leave it out")
     *_, options = reader_of(data.space)
     typed = typed_options("space", kind.of, options)
     try:
-        space = kind.of(replace(data_facts(data, kind, found), teacher=teacher), **typed)
+        return kind.of(replace(data_facts(data, kind, found), teacher=teacher), **typed)
     except UsageError:
         raise
     except (TypeError, ValueError) as error:
         raise UsageError(f"--space {kind.__name__} cannot be built ({first_line(error)})") from error
-    used = {"augment": data.augment > 0 and not can_augment(space)}
-    refuse(used, f"has no effect on {type(space).__name__}: leave it out")
-    return space
 
 
 def can_augment(space: Space) -> bool:

@@ -5,7 +5,7 @@ docs/measurements/budget.md and small_data.md.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import ceil, inf, log2
@@ -23,6 +23,8 @@ from rectified_flow.training.clock import LEAST_SHARE
 from rectified_flow.training.speed import Speed
 
 Starter = Literal["unsuited", "suited", "requested"]
+Size = tuple[int, tuple[str, ...]]
+"""Side of the pictures [px], and the autoencoder, if the network is trained on latents."""
 
 FEW, AUGMENT = 16_000, 0.15  # 1,400 pictures need augmentation in long runs (small_data.md); the limit is a guess
 MIN_TO_HOLD_OUT, HELD_OUT = 125, 30  # of 125 pictures, the 30 that a measurement needs are a quarter
@@ -32,7 +34,7 @@ UNAUGMENTED_PASSES = 50  # no copies of 64 to 1,400 pictures without augmentatio
 # on pixels (small_data.md), and on latents, where distances to photographs hardly fall in longer runs (docs/latents.md)
 MIN_LIMIT = {False: 192_000, True: 22_000}
 MIN_IMAGES = 4_000  # the shortest measured run whose samples look like pictures had 4,800 images (budget.md)
-SIZES = {  # images from which a size and its --autoencoder give better pictures than the next entry
+SIZES: Mapping[Size, int] = {  # images from which a size and its --autoencoder give better pictures than the next entry
     (256, ("small",)): 400_000,  # a guess: four times the images of an hour at 128 px
     (128, ("small",)): 0,  # latents of 128 px process three times as many images as pixels of 32 px (docs/latents.md)
     (64, ()): MIN_IMAGES,
@@ -45,6 +47,7 @@ STARTER_DIMS = {False: 32, True: 48}  # --dim of the starters for pixels and for
 STARTER_SIDES = {"pixels": range(32, 2**14 + 1), "small": range(32)}  # where half of the weights or more fit
 WIDER_THAN_STARTER = {False: 0, True: 1_000_000}  # images for more channels; the starter for latents had 864,000
 MIN_SIDE = 8  # least side of pictures [px]
+LATENT_MULTIPLE = 16  # number that divides the sides of pictures whose latents suit a network of two levels [px]
 UNET_FLAGS = ("dim", "dim_mults", "dropout")  # arguments of the Unet that are flags of their own
 SHORT = {"learning_rate": 2e-3, "lr_decay": "cosine"}
 MUON = {"optimizer": ("muon",), **SHORT}  # Fréchet distance 128 instead of 213 (budget.md)
@@ -202,14 +205,39 @@ def plan(facts: Facts, measure: Measure) -> Plan:
     return Plan(chosen, reasons, None if facts.limit == inf else max(steps, int(facts.limit / trial.batch)))
 
 
+def sizes_for(given: Collection[str], sides: Sequence[int], autoencoder: tuple[str, ...]) -> Mapping[Size, int]:
+    """Return the sizes to choose from; a given size may lack its autoencoder, and its augmentation.
+
+    Args:
+        given: names of the flags that the user gave, of those that fix the size.
+        sides: height and width of the pictures by the flags [px].
+        autoencoder: the autoencoder of the flags.
+    """
+    if not given:
+        return SIZES
+    size = min(sides)
+    if autoencoder:
+        return {(size, autoencoder): 0}
+    kinds = [kind for side, kind in SIZES if kind and size >= MIN_SHARE_OF_SIDE * side]
+    is_free = "image_size" in given and {*given} <= {"image_size", "aspect_ratio", "crop"}
+    fits = not any(side % LATENT_MULTIPLE for side in sides)
+    return {(size, kinds[-1]): 0} if kinds and is_free and fits else {}
+
+
 def choose_size(
     pictures: int,
     side: int,
     seconds: float,
     measure: MeasureSize,
     error: MeasureError = lambda _size, _autoencoder: 0.0,
+    *,
+    sizes: Mapping[Size, int] = SIZES,
+    augmentable: Callable[[int, tuple[str, ...]], bool] = lambda _size, _autoencoder: True,
 ) -> Plan:
     """Choose the largest size of the pictures for which there is enough time; no settings if there is none.
+
+    Latents are augmented only if the run encodes its pictures in each step, which must be known before the pictures are
+    read. The augmentation of pixels is chosen later, with their number of passes.
 
     Args:
         pictures: number of pictures.
@@ -217,28 +245,33 @@ def choose_size(
         seconds: the time that is left [s].
         measure: returns the speed at a size.
         error: returns how much an autoencoder changes the pictures at a size.
+        sizes: the sizes to choose from.
+        augmentable: returns whether pictures can be augmented at a size.
     """
     spoiled, rate_of = "", cache(lambda size, autoencoder: measure(size, autoencoder).rate)
-    for (size, autoencoder), min_images in SIZES.items():
+    override = "--image_size overrides the choice" if sizes is SIZES else "--autoencoder without a name: pixels"
+    for (size, autoencoder), min_images in sizes.items():
         if side < MIN_SHARE_OF_SIDE * size:
             continue
         # Steps of a large size take long on a busy machine, so the speed of a smaller size rules it out.
-        smaller = max((each for each, kind in SIZES if each < size and kind == autoencoder), default=None)
+        smaller = max((each for each, kind in sizes if each < size and kind == autoencoder), default=None)
         if smaller is not None:
             most = MOST_FASTER * rate_of(smaller, autoencoder) * (smaller / size) ** 2
             if TRAINED_SHARE * seconds * most < min_images:
                 continue
-        augment = for_pictures(pictures, augmentable=not autoencoder).get("augment", 0.0)
         fitting = TRAINED_SHARE * seconds * rate_of(size, autoencoder)
+        few = for_pictures(pictures, augmentable=augmentable(size, autoencoder)).get("augment", 0.0)
+        augment = few if fitting > UNAUGMENTED_PASSES * pictures else 0.0
         images = min(fitting, limit_of(pictures, augment, latents=bool(autoencoder)))
         if images >= min_images:
             if (changed := error(size, autoencoder) if autoencoder else 0.0) > SPOILED:
                 spoiled = f", as --autoencoder {autoencoder[0]} changes these pictures by {changed:.0f} of 255"
                 continue
-            settings = {"image_size": size, "autoencoder": autoencoder}
-            text = f"about {images:,.0f} images in {duration(seconds)}{spoiled}; --image_size overrides the choice"
-            return Plan(settings, {"size": f"{' '.join(command_line(settings))}: {text}"})
-    return Plan({}, {})
+            settings: dict[str, Any] = {"image_size": size, "autoencoder": autoencoder}
+            text = f"about {images:,.0f} images in {duration(seconds)}{spoiled}; {override}"
+            reasons = {"size": f"{' '.join(command_line(settings))}: {text}"}
+            return Plan(settings | ({"augment": augment} if augment and autoencoder else {}), reasons)
+    return Plan({}, {"size": f"pixels{spoiled}"} if spoiled else {})
 
 
 def settings_of(facts: Facts, trial: Trial) -> dict[str, Any]:

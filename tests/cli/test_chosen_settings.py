@@ -71,6 +71,9 @@ def test_small_pictures_are_not_enlarged(largest: tuple[int, int], words: str, s
         *((300, 1e3, "--image_size 32", (32, "")), (300, 1e3, "--autoencoder small", (64, "small"))),
         *((300, 1e3, "--alpha", (64, "")), (300, 1e3, "--train_num_steps 9", (64, ""))),
         (300, 1e3, "--augment 0.3", (256, "small")),
+        *((300, 1e3, "--image_size 128", (128, "small")), (300, 1e3, "--image_size 128 --autoencoder", (128, ""))),
+        *((300, 1e3, "--image_size 96 --aspect_ratio 3:2", (96, "small")), (300, 1e3, "--image_size 136", (136, ""))),
+        *((300, 1e3, "--image_size 128 --dim 32", (128, "")), (300, 1e3, "--image_size 64", (64, ""))),
         *((128, 1e3, "--init_from none", (128, "small")), (128, 1e3, "--init_from runs/other", (64, ""))),
         (100, 1e3, "--use_cfg --method mean_flow --guidance_scale 2 --batch_size 3", (128, "small")),
     ],
@@ -83,12 +86,29 @@ def test_the_size_of_the_pictures(side: int, rate: float, words: str, chosen: tu
 
 
 @pytest.mark.parametrize(
-    ("count", "side", "images"), [(9, 128, 22_000), (200, 128, 80_000), (999, 128, 399_600), (1001, 256, 400_400)]
+    ("count", "rate", "words", "augment"),
+    [
+        *((60, 40, "", 0.15), (60, 40, "--image_size 128", 0.15), (2000, 40, "", 0.15)),
+        *((2000, 10, "", 0), (20_000, 1e3, "", 0)),  # 18 passes, and too many pictures
+        *((60, 40, "--autoencoder small --image_size 128", 0.15), (60, 40, "--augment 0", 0)),
+        *((60, 40, "--autoencoder small --train_num_steps 9", 0.15), (60, 40, "--init_from starter", 0)),
+    ],
+)
+def test_few_large_pictures_are_augmented_before_they_are_encoded(
+    count: int, rate: float, words: str, augment: float
+) -> None:
+    """The augmentation of pixels is chosen later, with the number of passes."""
+    with patch.object(facts, "measure_speed", lambda *_: Speed(rate)):
+        assert recipe_of(words, OwnPictures([(300, 300)] * count)).data.augment == augment
+
+
+@pytest.mark.parametrize(
+    ("count", "side", "images"), [(9, 128, 22_000), (200, 128, 200_000), (399, 128, 399_000), (401, 256, 401_000)]
 )
 def test_the_size_depends_on_the_images_that_the_run_may_process(
     count: int, side: int, images: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A run on latents ends after 400 passes over the pictures, or 22,000 images; 256 px need 400,000."""
+    """A run on augmented latents ends after 1,000 passes over the pictures, or 22,000 images; 256 px need 400,000."""
     with patch.object(facts, "measure_speed", lambda *_: Speed(1e3)):
         assert recipe_of("", OwnPictures([(300, 300)] * count)).data.image_size == side
     assert f"about {images:,} images in 60 minutes" in capsys.readouterr().out
