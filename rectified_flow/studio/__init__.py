@@ -10,6 +10,7 @@ def launch(folder: str | Path = "runs", *, inline: bool = True) -> None:
         folder: folder of the runs, in which the studio writes.
         inline: show the page below the cell. Otherwise, its address is printed.
     """
+    from rectified_flow.studio.flags import PageConfig
     from rectified_flow.studio.serve import open_page
 
-    open_page(Path(folder), inline=inline)
+    open_page(PageConfig(Path(folder), open=False), inline=inline)

@@ -1,9 +1,10 @@
 """Events of the page: a handler answers at once, and a mistake of the user is a sentence."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import wraps
 from html import escape
-from typing import Protocol, TypeAlias
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import gradio as gr
 
@@ -11,38 +12,23 @@ from rectified_flow.errors import UsageError
 from rectified_flow.system.files import writing
 from rectified_flow.system.terminal import shown
 
-Shown = dict[int, str]
-"""What a page shows, by the number of each component."""
-Updates = dict[gr.components.Component, object]
-"""New values of components."""
-
-
-class Part(Protocol):
-    """A part of the page that shows the state on the disk."""
-
-    inputs: list[gr.components.Component]
-    outputs: list[gr.components.Component]
-
-    @property
-    def wanted(self) -> Callable[..., Updates]:
-        """Function that returns what the part shows, from the values of its inputs."""
-
-
-Components: TypeAlias = Sequence[gr.components.Component] | gr.components.Component | None
+Component: TypeAlias = gr.components.Component
+Values: TypeAlias = dict[Component, Any]
+"""Values of components on the page, or new ones."""
 
 
 def act(
-    event: Callable[..., object],
+    events: Sequence[Callable[..., object]],
     handler: Callable[..., object],
-    inputs: Components,
-    outputs: Components,
+    inputs: set[Component],
+    outputs: Collection[Component] = (),
     *,
     queue: bool = True,
 ) -> None:
-    """Call a handler on an event of the page. The event is not part of an API for other programs.
+    """Call a handler with the values of inputs on events of the page, which are not an API for other programs.
 
-    A handler does not wait for the processes that it starts. Only a handler with a queue can show an error; one
-    without answers sooner.
+    A handler returns new values, and does not wait for the processes that it starts. Only a handler with a queue can
+    show an error; one without answers sooner.
     """
 
     @wraps(handler)
@@ -53,4 +39,10 @@ def act(
         except UsageError as error:
             raise gr.Error(escape(shown(str(error))), title="That does not work", print_exception=False) from error
 
-    event(told, inputs, outputs, show_progress="hidden", api_visibility="private", queue=queue)
+    gr.on(events, told, inputs, [*outputs], show_progress="hidden", api_visibility="private", queue=queue)
+
+
+def file_shown(path: Path | None, **more: object) -> object:
+    """Return the new value of a component that shows a file, and is hidden if there is none."""
+    exists = path is not None and path.exists()
+    return gr.update(value=str(path) if exists else None, visible=exists, **more)

@@ -11,7 +11,6 @@ from rectified_flow.cli.program_flags import ProgramConfig
 from rectified_flow.flags import Flags, default_is, flag
 
 LOCALHOST = "127.0.0.1"
-PORT = 7860
 
 
 @dataclass(frozen=True)
@@ -20,7 +19,7 @@ class PageConfig(Flags):
 
     runs: Annotated[Path, tyro.conf.Positional] = Path("runs")
     """Folder of the runs. The studio writes in this folder only."""
-    port: Annotated[int | None, Interval(gt=0, lt=2**16), default_is(f"the first free one from {PORT}")] = None
+    port: Annotated[int | None, Interval(gt=0, lt=2**16), default_is("the first free one from 7860")] = None
     """Port of the page on this machine."""
     host: Annotated[str, flag(needs="password")] = LOCALHOST
     """Address of this machine to listen on, if other machines may open the page; it needs a password."""

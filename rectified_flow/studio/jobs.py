@@ -1,46 +1,43 @@
 """Jobs: commands of the program as processes of their own, which outlive the page and the studio.
 
 A job is a folder below :data:`STUDIO`, and its files are its state, so that a studio that is started again knows it.
-Each file is written whole and has one writer. The studio writes ``job.json``, the command, and the empty file ``stop``.
-The keeper of the job, a small process (``python -m rectified_flow.studio.jobs FOLDER``), waits until the job may begin,
-starts the command, and writes ``process.json``, ``output.txt`` and ``ended.json``. Only one job trains at a time.
+Each file is written whole and has one writer. The studio writes ``job.json``, the command, ``keeper``, the number of
+the keeper's process, and the empty file ``stop``. The keeper of the job, a small process (``python -m
+rectified_flow.studio.jobs FOLDER``), waits until the job may begin, starts the command, and writes ``process``, the
+number of its process, ``output.txt``, and ``ended``, its exit code. Only one job trains at a time.
 """
 
 import json
 import os
 import platform
-import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
-from secrets import token_hex
 from shutil import make_archive, rmtree
+from subprocess import DEVNULL, Popen
 from typing import Literal
 
 import psutil
 
 from rectified_flow.errors import BusyError, UsageError
+from rectified_flow.registry import Document
 from rectified_flow.system.files import locked, read_document, replace_file
 
 STUDIO = Path(".studio")
 """Folder of the studio, in the folder of the runs."""
-JOB, KEEPER, PROCESS, ENDED, STOP, OUTPUT = (
-    *("job.json", "keeper.json", "process.json", "ended.json"),
-    *("stop", "output.txt"),
-)
+JOB, KEEPER, PROCESS, ENDED, STOP, OUTPUT = "job.json", "keeper", "process", "ended", "stop", "output.txt"
 PROGRAM = (sys.executable, "-m", "rectified_flow")
 KEPT = 60  # number of ended jobs whose folders stay
 POLL = 0.25  # time between two looks of a keeper at its job [s]
 NICENESS = {"train": 10}
 """Niceness of the processes by kind: the page answers at once while all cores train."""
-CLOCK_ERROR = 2.0  # largest difference of two readings of the time when a process was created [s]
+CLOCK_ERROR = 2.0  # largest difference between the clocks of this machine and of its disk [s]
 Kind = Literal["look", "train", "draw", "take"]
 JobState = Literal["waiting", "running", "ended", "lost"]
-"""A job is lost if its keeper and its command ended without ``ended.json``, as when the machine was switched off."""
+"""A job is lost if its keeper and its command ended without a file, as when the machine was switched off."""
 
 
 @dataclass(frozen=True)
@@ -51,39 +48,19 @@ class Command:
     run: str
     """Name of the run that the command is about."""
     words: list[str]
-    """The words of the command line after the name of the program."""
-    choices: dict[str, object] = field(default_factory=dict)
+    """The words after the name of the program. The last one is the folder that the command writes."""
+    choices: Document = field(default_factory=dict)
     """What the person chose on the page, by which a reloaded page shows it again."""
-    packed: str = ""
-    """Folder that the command writes, to be packed into a zip."""
-
-
-@dataclass(frozen=True)
-class Process:
-    """A process, identified by its number and its time of creation, as numbers are reused."""
-
-    pid: int
-    created: float
-
-    @classmethod
-    def of(cls, pid: int) -> "Process":
-        """Return the process with a number."""
-        return cls(pid, psutil.Process(pid).create_time())
 
     @property
-    def is_alive(self) -> bool:
-        """Whether the process runs on this machine."""
-        try:
-            found = psutil.Process(self.pid)
-            same = abs(found.create_time() - self.created) < CLOCK_ERROR
-            return same and found.status() != psutil.STATUS_ZOMBIE
-        except psutil.Error:
-            return False
+    def folder(self) -> Path:
+        """The folder that the command writes."""
+        return Path(self.words[-1])
 
 
 @dataclass(frozen=True)
 class Job:
-    """A command that was asked for. Jobs are ordered by the time at which they were made, which their folders name."""
+    """A command that was asked for. Its folder is named for the time at which it was asked for [s since 1970]."""
 
     folder: Path
 
@@ -93,21 +70,19 @@ class Job:
         return _command(self.folder / JOB)
 
     @property
-    def made(self) -> float:
-        """When the job was made [s since 1970]."""
-        return float(self.folder.name.partition("-")[0])
-
-    @property
     def state(self) -> JobState:
         """The state of the job."""
+        lives = self._lives(KEEPER) or self._lives(PROCESS)  # read first, as the keeper ends after it wrote the end
         if (self.folder / ENDED).exists():
             return "ended"
-        begun, keeper = (_process(self.folder / name) for name in (PROCESS, KEEPER))
-        if begun is not None and begun.is_alive:
-            return "running"
-        if keeper is None or not keeper.is_alive:
-            return "ended" if (self.folder / ENDED).exists() else "lost"
-        return "waiting" if begun is None else "running"
+        if not lives:
+            return "lost"
+        return "running" if self.has_begun else "waiting"
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the job waits or runs."""
+        return self.state in ("waiting", "running")
 
     @property
     def has_begun(self) -> bool:
@@ -117,21 +92,18 @@ class Job:
     @property
     def code(self) -> int | None:
         """The exit code of the command; None before its end, or if it was stopped before it began."""
-        with suppress(UsageError):
-            return read_document(self.folder / ENDED, dict[str, int | None])["code"]
-        return None
+        text = text_of(self.folder / ENDED)
+        return int(text) if text else None
 
     @property
     def output(self) -> str:
         """Everything that the command has printed."""
-        with suppress(OSError):
-            return (self.folder / OUTPUT).read_text(errors="replace")
-        return ""
+        return text_of(self.folder / OUTPUT)
 
     @property
     def zip(self) -> Path:
         """The zip of what the command wrote, named for a person who downloads it."""
-        return self.folder / f"{Path(self.command.run).name}-{Path(self.command.packed).name}.zip"
+        return self.folder / f"{Path(self.command.run).name}-{self.command.folder.name}.zip"
 
     @property
     def is_stopping(self) -> bool:
@@ -142,39 +114,58 @@ class Job:
         """Ask the job to stop: a training saves a checkpoint first."""
         (self.folder / STOP).touch()
 
+    def _lives(self, name: str) -> bool:
+        """Return whether the process is alive whose number is in a file."""
+        return is_alive(int(text_of(self.folder / name) or -1), self.folder / name)
 
-def start(runs: Path, command: Command) -> Job:
-    """Start a command, and return its job; a training waits for those that were asked for before."""
-    known = jobs(runs)
-    for old in [job for job in known if job.state == "ended"][:-KEPT]:
+
+def text_of(path: Path) -> str:
+    """Return the text in a file, which is empty if it is missing."""
+    with suppress(OSError):
+        return path.read_text(errors="replace")
+    return ""
+
+
+def is_alive(pid: int, file: Path) -> bool:
+    """Return whether a process is alive that is older than the file with its number: numbers are used again."""
+    with suppress(psutil.Error, OSError, ValueError):
+        process = psutil.Process(pid)
+        is_older = process.create_time() < file.stat().st_mtime + CLOCK_ERROR
+        return is_older and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def start(runs: Path, kind: Kind, run: str, words: list[str], choices: Document | None = None) -> Job:
+    """Start a :class:`Command`, and return its job; a training waits for those that were asked for before."""
+    for old in [job for job in jobs(runs) if job.state == "ended"][:-KEPT]:
         rmtree(old.folder, ignore_errors=True)
-    folder = _place(runs) / f"{time.time():.6f}-{token_hex(2)}"
-    folder.mkdir(parents=True)
-    _write(folder / JOB, asdict(command))
-    job = Job(folder)
+    job = Job(_place(runs) / f"{time.time():.6f}")
+    job.folder.mkdir(parents=True)
+    # Without waiting for the disk, as for all files of a job: the page answers at once.
+    replace_file(job.folder / JOB, json.dumps(asdict(Command(kind, run, words, choices or {}))), durable=False)
     _keep(job)
     return job
 
 
-def jobs(runs: Path, kind: Kind | None = None) -> list[Job]:
-    """Return the jobs in the folder of the runs, oldest first; one whose file a full disk cut off is left out."""
+def jobs(runs: Path, kind: Kind | None = None, run: str | None = None) -> list[Job]:
+    """Return the jobs in the folder of the runs, oldest first: all, or those of a kind, or about a run."""
     found = list[Job]()
-    for path in sorted(_place(runs).glob(f"*/{JOB}"), key=lambda path: float(path.parent.name.split("-")[0])):
-        with suppress(UsageError):
-            job = Job(path.parent)
-            found += [job] * (kind in (None, job.command.kind))
+    for path in sorted(_place(runs).glob(f"*/{JOB}")):
+        with suppress(UsageError):  # it was removed just now, or cut off when the machine was switched off
+            command = _command(path)
+            if kind in (None, command.kind) and run in (None, command.run):
+                found.append(Job(path.parent))
     return found
 
 
 def newest(runs: Path, kind: Kind, run: str | None = None) -> Job | None:
     """Return the newest job of a kind, about a run if one is named."""
-    found = [job for job in jobs(runs, kind) if run in (None, job.command.run)]
-    return found[-1] if found else None
+    return next(reversed(jobs(runs, kind, run)), None)
 
 
 def queue(runs: Path) -> list[Job]:
     """Return the jobs that train or wait for it, in their order."""
-    return [job for job in jobs(runs, "train") if job.state in ("waiting", "running")]
+    return [job for job in jobs(runs, "train") if job.is_busy]
 
 
 def resume(runs: Path) -> None:
@@ -191,61 +182,40 @@ def _place(runs: Path) -> Path:
 
 def _keep(job: Job) -> None:
     """Start the keeper of a job, in a session that neither the end of the studio nor Ctrl-C in its terminal reaches."""
-    keeper = subprocess.Popen(
-        [sys.executable, "-m", "rectified_flow.studio.jobs", str(job.folder.absolute())],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=(job.folder / OUTPUT).open("ab"),
-        start_new_session=True,
-    )
-    _write(job.folder / KEEPER, asdict(Process.of(keeper.pid)))
+    command = [sys.executable, "-m", "rectified_flow.studio.jobs", str(job.folder.absolute())]
+    with (job.folder / OUTPUT).open("ab") as output:
+        keeper = Popen(command, stdin=DEVNULL, stdout=output, stderr=output, start_new_session=True)
+    replace_file(job.folder / KEEPER, str(keeper.pid), durable=False)
 
 
 def keep(job: Job) -> None:
     """Wait until a job may begin, run its command, and write how it ended. Does nothing if another keeper does so."""
-    with suppress(BusyError), locked(job.folder, "keeper", "another process keeps this job", timeout=0):
+    with suppress(BusyError), locked(job.folder, "keeper", timeout=0):
         while not job.is_stopping and _waits(job):
             time.sleep(POLL)
         code = None if job.is_stopping or job.has_begun else _run(job)
-        if code == 0 and job.command.packed:
-            make_archive(str(job.zip.with_suffix("")), "zip", job.command.packed)
-        _write(job.folder / ENDED, {"code": code})
+        if code == 0 and job.command.kind == "take":
+            make_archive(str(job.zip.with_suffix("")), "zip", job.command.folder)
+        replace_file(job.folder / ENDED, "" if code is None else str(code), durable=False)
 
 
 def _waits(job: Job) -> bool:
     """Return whether an older job trains or waits for it."""
-    runs = job.folder.parents[3]
-    return job.command.kind == "train" and any(other.folder.name < job.folder.name for other in queue(runs))
+    return job.command.kind == "train" and any(other.folder < job.folder for other in queue(job.folder.parents[3]))
 
 
 def _run(job: Job) -> int:
     """Run the command of a job, and return its exit code. A request to stop becomes SIGTERM, once."""
+    os.nice(NICENESS.get(job.command.kind, 0))  # the command inherits it
     with (job.folder / OUTPUT).open("ab") as output:
-        process = subprocess.Popen(
-            [*PROGRAM, *job.command.words], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
-        )
-    with suppress(psutil.Error, OSError):
-        os.setpriority(os.PRIO_PROCESS, process.pid, NICENESS.get(job.command.kind, 0))
-    with suppress(psutil.Error, OSError):  # it may have ended already, or the disk may be full
-        _write(job.folder / PROCESS, asdict(Process.of(process.pid)))
-    asked = False
-    while True:
-        with suppress(subprocess.TimeoutExpired):
-            return process.wait(POLL)
-        if job.is_stopping and not asked:
-            process.terminate()
-            asked = True
-
-
-def _write(path: Path, document: Mapping[str, object]) -> None:
-    """Write a file of a job, without waiting for the disk: the page answers at once."""
-    replace_file(path, json.dumps(document), durable=False)
-
-
-def _process(path: Path) -> Process | None:
-    with suppress(UsageError):
-        return read_document(path, Process)
-    return None
+        process = Popen([*PROGRAM, *job.command.words], stdin=DEVNULL, stdout=output, stderr=output)
+    with suppress(OSError):  # the disk may be full
+        replace_file(job.folder / PROCESS, str(process.pid), durable=False)
+    while process.poll() is None and not job.is_stopping:
+        time.sleep(POLL)
+    if job.is_stopping:
+        process.terminate()
+    return process.wait()
 
 
 @cache

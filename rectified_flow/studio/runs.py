@@ -4,16 +4,15 @@ import json
 import os
 import platform
 import signal
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
-from functools import cached_property
 from pathlib import Path
 
 from rectified_flow.errors import UsageError
+from rectified_flow.registry import Document
 from rectified_flow.runs.training_config import CHECKPOINTS
-from rectified_flow.studio.jobs import Process
+from rectified_flow.studio.jobs import is_alive, newest, text_of
 from rectified_flow.system.artifact import MANIFEST
 from rectified_flow.system.files import read_document
 
@@ -26,7 +25,6 @@ PICTURES = ("Pixels", "Latents", "LatentsInStep")
 """Kinds of spaces of pictures."""
 CURVES = {"loss": "training", "seen_loss": "some training pictures", "heldout_loss": "held-out pictures"}
 """Names of losses in a line of metrics, and in words."""
-Document = Mapping[str, object]
 
 
 @dataclass(frozen=True)
@@ -42,198 +40,116 @@ class Control:
     """Captions to start from."""
 
 
-@dataclass(frozen=True)
-class RunFolder:
-    """The folder of a run; each property reads its files when it is first used."""
+class Run:
+    """A run in the folder of the runs, as it is now. A part of its files that is missing or damaged counts as empty."""
 
-    folder: Path
-
-    @cached_property
-    def config(self) -> Document:
-        """The contents of ``config.json``."""
-        return _document(self.folder / CONFIG)
-
-    @cached_property
-    def status(self) -> Document:
-        """The contents of ``status.json``; empty before the first step."""
-        return _document(self.folder / STATUS)
-
-    @property
-    def is_elsewhere(self) -> bool:
+    def __init__(self, runs: Path, name: str) -> None:
+        self.name, self.folder = name, runs / name
+        self.config, self.status = document(self.folder / CONFIG), document(self.folder / STATUS)
+        self.job = newest(runs, "train", name)
+        """The newest job that trains the run, if the studio started one."""
+        self.flags, self.flow = _part(self.config, "training"), _part(self.config, "flow")
+        """The flags that start the run again, and the description of the flow."""
+        self.conditions = _part(_part(self.flow, "network"), "conditions")
+        self.is_one_step = self.flow.get("kind") != "RectifiedFlow"
+        """Whether the flow needs one call of its network by default."""
+        self.takes_pictures = bool(self.flow.get("from_source")) or "source" in self.conditions
+        """Whether the flow translates pictures."""
+        makes_pictures = _part(self.flow, "space").get("kind") in PICTURES
+        self.can_vary = makes_pictures and not self.takes_pictures and not self.is_one_step
+        """Whether a generated picture can be varied: noise is added to it, and the flow removes the noise."""
+        self.can_fill = self.can_vary or str(self.flags.get("degrade")).startswith("mask")
+        """Whether the flow can generate a part of a picture."""
+        self.ends = _time(self.status.get("ends"))
+        """When a run that trains is expected to end [s since 1970]; None before the first estimate."""
+        self.is_elsewhere = self.status.get("state") == "running" and self.status.get("host") != platform.node()
         """Whether another machine trains the run."""
-        return self.status.get("state") == "running" and self.status.get("host") != platform.node()
+        self.state = self._state()
 
-    @cached_property
-    def state(self) -> str:
-        """The state of the run: running, finished, interrupted or failed. A killed run is interrupted."""
-        state = str(self.status.get("state", "interrupted"))
-        if state != "running" or self.is_elsewhere:
+    def _state(self) -> str:
+        """Return waiting, preparing, running, stopping, finished, failed, or interrupted, also for a killed run."""
+        state, job = self.status.get("state", "interrupted"), self.job
+        if state == "running" and not self.is_elsewhere:
+            state = "running" if is_alive(self.status.get("pid", -1), self.folder / STATUS) else "interrupted"
+        if job is None:
             return state
-        return "running" if self._trains() else "interrupted"
+        if job.is_busy and job.is_stopping:
+            return "stopping"
+        if job.state == "waiting":
+            return "waiting"
+        if job.state == "running" and state != "running":
+            return "preparing"
+        return "failed" if job.code and state == "interrupted" else state
 
-    def _trains(self) -> bool:
-        """Return whether the process in the status runs, and is older than the status."""
-        import psutil
-
-        with suppress(psutil.Error, ValueError):
-            process = Process.of(int(_number(self.status, "pid")))
-            return process.is_alive and process.created < (_time(self.status, "time") or 0.0) + 2
-        return False
-
-    @property
-    def step(self) -> int:
-        """Number of steps that were done when the status was written."""
-        return int(_number(self.status, "step"))
-
-    @property
-    def total(self) -> int:
-        """Number of steps of the whole run."""
-        return int(_number(self.status, "total_steps"))
-
-    @property
-    def ends(self) -> float | None:
-        """When the run is expected to end [s since 1970]; None if it does not train, or before the first estimate."""
-        return _time(self.status, "ends") if self.state == "running" else None
-
-    @property
-    def step_time(self) -> float:
-        """Time of a step [s]; 0 before the first measurement."""
-        return _number(self.status, "step_time")
+    def stop(self) -> None:
+        """Ask the process that trains the run here to save and to end."""
+        if self.job is not None and self.job.is_busy:
+            self.job.stop()
+        elif self.state == "running" and not self.is_elsewhere:
+            os.kill(self.status["pid"], signal.SIGTERM)
 
     @property
     def samples(self) -> dict[int, Path]:
         """The grids of samples by step."""
-        grids = sorted((self.folder / SAMPLES).glob("step_*.png"))
-        return {int(grid.stem.removeprefix("step_")): grid for grid in grids if grid.stem[5:].isdecimal()}
-
-    @property
-    def neighbours(self) -> Path | None:
-        """File of the likeliest copies beside their nearest training pictures; None if it does not exist."""
-        path = self.folder / SAMPLES / NEIGHBOURS
-        return path if path.exists() else None
+        grids = sorted((self.folder / SAMPLES).glob(f"step_{'[0-9]' * 8}.png"))
+        return {int(grid.stem.removeprefix("step_")): grid for grid in grids}
 
     @property
     def has_checkpoint(self) -> bool:
         """Whether the run can be sampled."""
-        place = self.flags.get("checkpoint_dir")
-        folder = Path(place) if isinstance(place, str) else self.folder / CHECKPOINTS
+        folder = Path(self.flags.get("checkpoint_dir") or self.folder / CHECKPOINTS)
         return any(folder.glob(f"step_*/{MANIFEST}"))
 
     @property
-    def losses(self) -> list[dict[str, object]]:
+    def losses(self) -> list[Document]:
         """Rows of the curves, with ``step``, ``loss`` and ``of``, the name of the curve."""
-        rows = list[dict[str, object]]()
-        before = dict[str, object]()
-        with suppress(OSError):
-            for line in (self.folder / METRICS).read_text(errors="replace").splitlines():
-                with suppress(ValueError):
-                    values = _mapping(json.loads(line))
-                    for name, words in CURVES.items():
-                        if values.get(name) != before.get(name):  # lines repeat the last measurement
-                            rows.append({"step": values.get("step"), "loss": values[name], "of": words})
-                    before = dict(values)
+        rows, before = list[Document](), Document()
+        for line in text_of(self.folder / METRICS).splitlines():
+            with suppress(ValueError, AttributeError):  # the line is damaged
+                values = json.loads(line)
+                for name, words in CURVES.items():
+                    if values.get(name) != before.get(name):  # lines repeat the last measurement
+                        rows.append({"step": values["step"], "loss": values[name], "of": words})
+                before = values
         return rows
-
-    @property
-    def flags(self) -> Document:
-        """The flags that start the run again."""
-        return _mapping(self.config.get("training"))
-
-    @property
-    def flow(self) -> Document:
-        """The description of the flow."""
-        return _mapping(self.config.get("flow"))
-
-    @property
-    def takes_pictures(self) -> bool:
-        """Whether the flow translates pictures."""
-        return bool(self.flow.get("from_source")) or "source" in self._conditions
-
-    @property
-    def is_one_step(self) -> bool:
-        """Whether the flow needs one call of its network by default."""
-        return self.flow.get("kind") != "RectifiedFlow"
-
-    @property
-    def makes_pictures(self) -> bool:
-        """Whether the flow generates pictures, and not measurements."""
-        return _mapping(self.flow.get("space")).get("kind") in PICTURES
-
-    @property
-    def can_vary(self) -> bool:
-        """Whether a generated picture can be varied: noise is added to it, and the flow removes the noise."""
-        return self.makes_pictures and not self.takes_pictures and not self.is_one_step
-
-    @property
-    def can_fill(self) -> bool:
-        """Whether the flow can generate a part of a picture."""
-        return self.can_vary or str(self.flags.get("degrade")).startswith("mask")
-
-    @property
-    def default_steps(self) -> int:
-        """Number of steps of sampling by default."""
-        return 1 if self.is_one_step else 16
-
-    def stop(self) -> None:
-        """Ask the process that trains the run here to save and to end."""
-        if self._trains():
-            os.kill(int(_number(self.status, "pid")), signal.SIGTERM)
 
     @property
     def controls(self) -> list[Control]:
         """The conditions that a person can set."""
         controls = list[Control]()
-        for name, described in self._conditions.items():
-            kind = _mapping(described)
-            names, quantiles = _list(kind, "names"), _list(kind, "quantiles")
+        for name, kind in self.conditions.items():
             if kind.get("kind") == "Labels":
-                numbered = [str(number) for number in range(int(_number(kind, "num_classes")))]
-                controls.append(Control(name, choices=tuple(map(str, names)) or tuple(numbered)))
-            elif quantiles:
-                controls.append(Control(name, span=(float(str(quantiles[0])), float(str(quantiles[-1])))))
+                names = kind.get("names") or range(kind["num_classes"])
+                controls.append(Control(name, choices=tuple(map(str, names))))
+            elif quantiles := kind.get("quantiles"):
+                controls.append(Control(name, span=(quantiles[0], quantiles[-1])))
             elif "encoder" in kind:
-                controls.append(Control(name, examples=tuple(map(str, _list(kind, "examples")))))
+                controls.append(Control(name, examples=tuple(kind.get("examples") or ())))
         return controls
 
-    @property
-    def _conditions(self) -> Document:
-        return _mapping(_mapping(self.flow.get("network")).get("conditions"))
+
+def run_names(runs: Path) -> list[str]:
+    """Return the names of the runs in a folder, newest first; a one-step generator lies in the folder of its run."""
+    configs = [*runs.glob(f"*/{CONFIG}"), *runs.glob(f"*/{ONE_STEP}/{CONFIG}")]
+    newest_first = sorted(configs, key=os.path.getmtime, reverse=True)
+    return [str(path.parent.relative_to(runs)) for path in newest_first if _part(document(path), "training")]
 
 
-def run_folders(runs: Path) -> list[Path]:
-    """Return the folders of runs in a folder, newest first; a one-step generator lies in the folder of its run."""
-    found = [path.parent for pattern in (f"*/{CONFIG}", f"*/{ONE_STEP}/{CONFIG}") for path in runs.glob(pattern)]
-    return sorted((folder for folder in found if RunFolder(folder).flags), key=_changed, reverse=True)
-
-
-def _changed(folder: Path) -> float:
-    with suppress(OSError):
-        return (folder / STATUS).stat().st_mtime
-    return 0.0
-
-
-def _document(path: Path) -> Document:
+def document(path: Path) -> Document:
+    """Return the document in a file, which is empty if it is missing or damaged."""
     with suppress(UsageError):
-        return read_document(path, dict[str, object])
+        return read_document(path, Document)
     return {}
 
 
-def _mapping(value: object) -> Document:
-    return value if isinstance(value, Mapping) else {}
+def _part(document: Document, name: str) -> Document:
+    """Return a part of a document, which is empty if it is missing or damaged."""
+    part = document.get(name)
+    return part if isinstance(part, dict) else {}
 
 
-def _list(document: Document, name: str) -> list[object]:
-    value = document.get(name)
-    return [*value] if isinstance(value, list | tuple) else []
-
-
-def _time(document: Document, name: str) -> float | None:
-    """Return a time in a document [s since 1970]; None without one."""
+def _time(text: object) -> float | None:
+    """Return a time by ISO 8601 [s since 1970]; None for something else."""
     with suppress(ValueError):
-        return datetime.fromisoformat(str(document.get(name))).timestamp()
+        return datetime.fromisoformat(str(text)).timestamp()
     return None
-
-
-def _number(document: Document, name: str) -> float:
-    value = document.get(name)
-    return value if isinstance(value, int | float) else 0.0

@@ -1,34 +1,21 @@
 """The tab Take away: a web page, ONNX, a folder for diffusers, each as a zip."""
 
-from collections.abc import Callable
 from contextlib import ExitStack
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import gradio as gr
 
 from rectified_flow.studio import commands, jobs, views
-from rectified_flow.studio.events import Updates, act
-from rectified_flow.studio.runs import RunFolder
-from rectified_flow.studio.watching import folder_of
+from rectified_flow.studio.events import Component, Values, act, file_shown
 from rectified_flow.system.serving import serving
 
 FORMS = {
-    "page": (
-        "A web page",
-        "Generates pictures in the visitor's browser. Upload it to a web host, or to the Hugging Face Hub as a Space.",
-    ),
-    "onnx": (
-        "A program for other software",
-        "ONNX, for apps, games and JavaScript; model.json describes how to call it.",
-    ),
-    "diffusers": (
-        "A folder for diffusers and the hub",
-        "For Python programs that use diffusers; includes a model card.",
-    ),
+    "page": ("A web page", "Generates pictures in the visitor's browser; for a web host, or for the hub as a Space."),
+    "onnx": ("A program for other software", "ONNX, for apps, games and JavaScript; model.json describes it."),
+    "diffusers": ("A folder for diffusers and the hub", "For Python programs; includes a model card."),
 }
-
-
+"""Title and text of a form of a generator."""
 LINK = '<p><a href="{}" target="_blank" rel="noopener">Open the page</a></p>'
 PUBLISH = "To publish it on the Hugging Face Hub, run hf auth login once, replace YOUR_NAME, and run:"
 _SERVERS = ExitStack()
@@ -44,9 +31,8 @@ class TakeTab:
     """The tab."""
 
     def __init__(self, runs: Path, run: gr.Dropdown, *, is_local: bool) -> None:
-        self.runs, self.is_local = runs, is_local
-        self.cards: dict[str, gr.HTML] = {}
-        self.files: dict[str, gr.DownloadButton] = {}
+        self.runs, self.run, self.is_local = runs, run, is_local
+        self.cards, self.files = dict[str, Component](), dict[str, Component]()
         with gr.Tab("Take away", id="take", render_children=True):
             for form, (title, text) in FORMS.items():
                 with gr.Column(elem_classes="part"):
@@ -54,36 +40,30 @@ class TakeTab:
                     make = gr.Button("Make it", elem_id=f"make-{form}")
                     self.cards[form] = gr.HTML()
                     self.files[form] = gr.DownloadButton("Download the zip", visible=False, elem_id=f"zip-{form}")
-                act(make.click, self._maker(form), run, None)
-        self.inputs, self.outputs = [run], [*self.cards.values(), *self.files.values()]
+                act([make.click], partial(self.make, form), {run})
+        self.inputs, self.outputs = {run}, [*self.cards.values(), *self.files.values()]
 
-    def _maker(self, form: str) -> Callable[[str], None]:
-        def make(name: str) -> None:
-            run = RunFolder(folder_of(self.runs, name))
-            newest = self._newest(name, form)
-            if newest is None or newest.state not in ("waiting", "running"):
-                words, folder = commands.take(run, form), str(run.folder / commands.TAKEN[form])
-                jobs.start(self.runs, jobs.Command("take", name, words, {"form": form}, packed=folder))
+    def make(self, form: str, values: Values) -> None:
+        """Write the generator in a form, unless that is done just now."""
+        name, newest = values[self.run], self._newest(values, form)
+        if newest is None or not newest.is_busy:
+            jobs.start(self.runs, "take", name, commands.take(self.runs / name, form))
 
-        return make
+    def _newest(self, values: Values, form: str) -> jobs.Job | None:
+        made = jobs.jobs(self.runs, "take", values[self.run] or "")
+        return next((job for job in reversed(made) if job.command.folder.name == form), None)
 
-    def _newest(self, name: str, form: str) -> jobs.Job | None:
-        made = [job for job in jobs.jobs(self.runs, "take") if job.command.run == name]
-        return next((job for job in reversed(made) if job.command.choices.get("form") == form), None)
-
-    def wanted(self, name: str | None) -> Updates:
+    def wanted(self, values: Values) -> Values:
         """Return how far each form of a run is."""
-        shown: Updates = {}
+        shown: Values = {}
         for form in FORMS:
-            job = self._newest(name, form) if name else None
-            is_done = job is not None and job.code == 0
-            card = (
-                "" if job is None else views.job_card(job, "Writing", f"Ready in {Path(job.command.packed).absolute()}")
-            )
-            if form == "page" and is_done and self.is_local:
-                card += LINK.format(address_of(self.runs / str(name) / commands.TAKEN[form]))
-            if is_done and (uploads := commands.publish(RunFolder(self.runs / str(name)), form)):
-                card += views.terminal(PUBLISH, *uploads)
-            shown[self.cards[form]] = card
-            shown[self.files[form]] = gr.update(value=str(job.zip) if job and is_done else None, visible=is_done)
+            card, made, job = "", None, self._newest(values, form)
+            if job is not None:
+                folder, made = job.command.folder, job.zip if job.code == 0 else None
+                card = views.job_card(job, "Writing", f"Ready in {folder.absolute()}")
+                if made and form == "page" and self.is_local:
+                    card += LINK.format(address_of(folder))
+                if made and (uploads := commands.publish(folder, form, job.command.run)):
+                    card += views.terminal(PUBLISH, *uploads)
+            shown |= {self.cards[form]: card, self.files[form]: file_shown(made)}
         return shown

@@ -1,5 +1,6 @@
 """Tests of jobs: commands as processes that outlive the studio, of which one trains at a time."""
 
+import os
 import platform
 import sys
 from collections.abc import Callable, Iterator
@@ -7,11 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
 
-import psutil
 import pytest
 
 from rectified_flow.studio import jobs
-from rectified_flow.studio.jobs import Command, Job
+from rectified_flow.studio.jobs import Job
 from tests.patience import PATIENCE, wait_for
 
 SAVING = """
@@ -42,15 +42,14 @@ def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Job]:
     monkeypatch.setattr(jobs, "POLL", 0.02)
 
     def this_process(job: Job) -> None:
-        own = jobs.Process.of(psutil.Process().pid)
-        (job.folder / jobs.KEEPER).write_text(f'{{"pid": {own.pid}, "created": {own.created}}}')
+        (job.folder / jobs.KEEPER).write_text(str(os.getpid()))
 
     monkeypatch.setattr(jobs, "_keep", this_process)
-    return lambda code, kind="train", **more: jobs.start(tmp_path, Command(kind, "cats", [code], **more))
+    return lambda code, kind="train", *words: jobs.start(tmp_path, kind, "cats", [code, *words])
 
 
 def test_a_command_runs_in_a_process_of_its_own_that_a_new_studio_knows(tmp_path: Path) -> None:
-    job = jobs.start(tmp_path, Command("look", "cats", ["--version"], {"folder": "<b>"}))
+    job = jobs.start(tmp_path, "look", "cats", ["--version"], {"folder": "<b>"})
     wait_for("the job", lambda: Job(job.folder).state == "ended")
     assert job.code == 0
     assert job.output.startswith("rectified-flow-trainer")
@@ -98,7 +97,7 @@ def test_nothing_starts_twice(ask: Callable[..., Job]) -> None:
 
 def test_a_job_without_keeper_is_lost_and_waits_again_if_it_had_not_begun(ask: Callable[..., Job]) -> None:
     job = ask("print('now')")
-    (job.folder / jobs.KEEPER).write_text('{"pid": 1, "created": 1.0}')
+    os.utime(job.folder / jobs.KEEPER, (1, 1))
     lost = job.state
     jobs.resume(job.folder.parents[3])
     assert (lost, job.state) == ("lost", "waiting"), "another process has the number of its keeper"
@@ -112,12 +111,12 @@ def test_a_failure_has_its_exit_code_and_its_words(ask: Callable[..., Job]) -> N
 
 
 def test_what_a_command_wrote_is_packed(ask: Callable[..., Job], tmp_path: Path) -> None:
-    (tmp_path / "cats/exported").mkdir(parents=True)
-    (tmp_path / "cats/exported/index.html").write_text("<p>")
-    job = ask("", "take", packed=str(tmp_path / "cats/exported"))
+    (tmp_path / "cats/page").mkdir(parents=True)
+    (tmp_path / "cats/page/index.html").write_text("<p>")
+    job = ask("", "take", str(tmp_path / "cats/page"))
     with kept(job):
         pass
-    assert job.zip.name == "cats-exported.zip"
+    assert job.zip.name == "cats-page.zip"
     assert job.zip.exists()
 
 

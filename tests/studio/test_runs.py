@@ -14,7 +14,7 @@ import pytest
 from rectified_flow.runs import folder as run_folder
 from rectified_flow.runs.checkpoint import CONFIG_FILE
 from rectified_flow.studio import runs
-from rectified_flow.studio.runs import Control, RunFolder
+from rectified_flow.studio.runs import Control, Run
 from rectified_flow.training import copies
 from tests.patience import PATIENCE
 
@@ -61,38 +61,45 @@ def test_names_of_files_are_those_of_a_run() -> None:
 
 
 def test_a_run_trains_if_its_process_lives_and_is_older_than_its_status(run: Path) -> None:
-    assert RunFolder(run).state == "running"
+    assert Run(run.parent, run.name).state == "running"
     write(run, runs.STATUS, status("running", pid=psutil.pids()[-1] + 10_000_000))
-    assert RunFolder(run).state == "interrupted", "it was killed"
-    write(run, runs.STATUS, status("running", time="2001-01-01T00:00:00+0000"))
-    assert RunFolder(run).state == "interrupted", "another process has its number"
+    assert Run(run.parent, run.name).state == "interrupted", "it was killed"
+    write(run, runs.STATUS, status("running"))
+    os.utime(run / runs.STATUS, (1, 1))
+    assert Run(run.parent, run.name).state == "interrupted", "another process has its number"
 
 
 def test_a_run_of_another_machine_is_as_its_status_says(run: Path) -> None:
     write(run, runs.STATUS, status("running", host="elsewhere", pid=1))
-    assert (RunFolder(run).state, RunFolder(run).is_elsewhere) == ("running", True)
+    assert (Run(run.parent, run.name).state, Run(run.parent, run.name).is_elsewhere) == ("running", True)
 
 
 def test_a_run_ends_when_its_status_says(run: Path) -> None:
     run_folder.write_status(run, "running", 4, 10, times=run_folder.times_of(0.5, 60.0))
-    found = RunFolder(run)
+    found = Run(run.parent, run.name)
     assert found.ends == pytest.approx(time.time() + 60, abs=2)
-    assert (found.step, found.total, found.step_time) == (4, 10, 0.5)
+    assert (found.status["step"], found.status["total_steps"], found.status["step_time"]) == (4, 10, 0.5)
     run_folder.write_status(run, "finished", 10, 10)
-    assert (RunFolder(run).ends, RunFolder(run).step_time) == (None, 0.5)
+    assert (Run(run.parent, run.name).ends, Run(run.parent, run.name).status["step_time"]) == (None, 0.5)
 
 
 def test_a_folder_that_vanishes_or_is_damaged_has_no_state(tmp_path: Path) -> None:
-    gone = RunFolder(tmp_path / "gone")
-    assert (gone.state, gone.step, gone.samples, gone.losses, gone.has_checkpoint) == ("interrupted", 0, {}, [], False)
+    gone = Run(tmp_path, "gone")
+    assert (gone.state, gone.status, gone.samples, gone.losses, gone.has_checkpoint) == (
+        "interrupted",
+        {},
+        {},
+        [],
+        False,
+    )
     write(tmp_path / "odd", runs.CONFIG, {"training": {"method": 3}, "flow": [1]})
     (tmp_path / "odd" / runs.METRICS).write_bytes(b'[1]\n\xff\n{"step": "x"}\n')
-    odd = RunFolder(tmp_path / "odd")
-    assert (odd.step, odd.controls, odd.takes_pictures, odd.losses) == (0, [], False, [])
+    odd = Run(tmp_path, "odd")
+    assert (odd.status, odd.controls, odd.takes_pictures, odd.losses) == ({}, [], False, [])
 
 
 def test_conditions_are_the_controls_of_a_person(run: Path) -> None:
-    assert RunFolder(run).controls == [
+    assert Run(run.parent, run.name).controls == [
         Control("labels", choices=("cat", "<b>dog")),
         Control("size", span=(1.0, 8.0)),
         Control("text", examples=("a red cat",)),
@@ -114,28 +121,30 @@ def test_what_can_be_done_with_a_picture(
 ) -> None:
     flow = {"kind": kind, "space": {"kind": space}, "network": {"conditions": {}}}
     write(tmp_path, runs.CONFIG, {"training": {"degrade": degrade}, "flow": flow})
-    assert (RunFolder(tmp_path).can_vary, RunFolder(tmp_path).can_fill) == (can_vary, can_fill)
+    assert (Run(tmp_path.parent, tmp_path.name).can_vary, Run(tmp_path.parent, tmp_path.name).can_fill) == (
+        can_vary,
+        can_fill,
+    )
 
 
 def test_runs_and_their_one_step_generators_are_found_newest_first(run: Path) -> None:
     for name in ("cats/one-step", "dogs"):
         write(run.parent / name, runs.CONFIG, {"training": {"method": "distill"}})
-        write(run.parent / name, runs.STATUS, status("finished"))
     write(run.parent / "other", runs.CONFIG, {"model": 1})
     for age, name in enumerate(("dogs", "cats", "cats/one-step")):
-        os.utime(run.parent / name / runs.STATUS, (age, age))
-    assert runs.run_folders(run.parent) == [run / "one-step", run, run.parent / "dogs"]
+        os.utime(run.parent / name / runs.CONFIG, (age, age))
+    assert runs.run_names(run.parent) == ["cats/one-step", "cats", "dogs"]
 
 
 def test_a_curve_has_a_measurement_once(run: Path) -> None:
     lines = [{"step": 1, "loss": 2.0, "heldout_loss": 3.0}, {"step": 2, "loss": 1.0, "heldout_loss": 3.0}]
     (run / runs.METRICS).write_text("\n".join(map(json.dumps, lines)))
-    assert [(row["step"], row["loss"]) for row in RunFolder(run).losses] == [(1, 2.0), (1, 3.0), (2, 1.0)]
+    assert [(row["step"], row["loss"]) for row in Run(run.parent, run.name).losses] == [(1, 2.0), (1, 3.0), (2, 1.0)]
 
 
 def test_a_run_of_a_terminal_is_asked_to_stop(run: Path) -> None:
     process = subprocess.Popen(["sleep", "600"])
     write(run, runs.STATUS, status("running", pid=process.pid))
-    RunFolder(run).stop()
+    Run(run.parent, run.name).stop()
     assert process.wait(PATIENCE) == -signal.SIGTERM
-    RunFolder(run).stop()
+    Run(run.parent, run.name).stop()

@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from rectified_flow.cli.training_flags import TrainConfig
 from rectified_flow.errors import UsageError
 from rectified_flow.studio import commands, runs, views
 from rectified_flow.studio.jobs import Command, Job
-from rectified_flow.studio.runs import RunFolder
+from rectified_flow.studio.runs import Run
 from tests.studio.test_runs import status, write
 
 HOSTILE = "<img src=x onerror=alert(1)>"
@@ -24,7 +25,7 @@ def test_the_words_of_a_training_are_those_of_the_program(tmp_path: Path) -> Non
     assert (values.program.budget, values.data.dataset_path) == ("12m", tmp_path)
     assert (values.columns.condition_on, values.network.use_cfg, values.network.dim) == (("size",), True, 8)
     assert "--budget" not in commands.train(Path("runs/cats"), data, 12, {"num_epochs": ["2"]})
-    assert "synthetic-flowers" in commands.train(Path("runs/f"), commands.data_flags(" "), 8, {})
+    assert "synthetic-flowers" in commands.train(Path("runs/f"), commands.data_flags(commands.DRAWN_FLOWERS), 8, {})
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", ".hidden", "-x" * 40, HOSTILE, "a\nb"])
@@ -48,7 +49,9 @@ def test_conditions_become_flags_of_sample(tmp_path: Path) -> None:
         "text": {"encoder": {}, "examples": ["a"]},
     }
     write(tmp_path, runs.CONFIG, {"training": {}, "flow": {"network": {"conditions": conditions}}})
-    words = commands.draw(RunFolder(tmp_path), {"labels": "cat", "text": "a red cat"}, {"nearest": True, "seed": 3})
+    words = commands.draw(
+        Run(tmp_path.parent, tmp_path.name), {"labels": "cat", "text": "a red cat"}, {"nearest": True, "seed": 3}
+    )
     assert words == [
         "sample",
         "--checkpoint",
@@ -65,19 +68,19 @@ def test_a_finished_run_is_extended_by_its_speed(tmp_path: Path) -> None:
     write(tmp_path, runs.CONFIG, {"training": {"method": "rectified"}})
     write(tmp_path, runs.STATUS, status("finished", step=10))
     with pytest.raises(UsageError, match="too short to know its speed"):
-        commands.extend(RunFolder(tmp_path), 1)
-    (tmp_path / runs.METRICS).write_text('{"step": 10, "images_seen": 80, "images_per_second": 4.0}\n')
-    assert commands.extend(RunFolder(tmp_path), 1)[-2:] == ["--train_num_steps", "40"]
+        commands.extend(Run(tmp_path.parent, tmp_path.name), 1)
+    write(tmp_path, runs.STATUS, status("finished", step=10, step_time=2.0))
+    assert "--train_num_steps 40" in " ".join(commands.extend(Run(tmp_path.parent, tmp_path.name), 1))
 
 
 def job_of(folder: Path, output: str, code: int | None = None) -> Job:
     folder.mkdir(parents=True)
     write(
-        folder, "job.json", {"kind": "look", "run": "cats", "words": ["train", "--output_dir", "runs/a", "--dry_run"]}
+        folder, "job.json", {"kind": "look", "run": "cats", "words": ["train", "--dry_run", "--output_dir", "runs/a"]}
     )
     (folder / "output.txt").write_text(output)
     if code is not None:
-        write(folder, "ended.json", {"code": code})
+        (folder / "ended").write_text(str(code))
     return Job(folder)
 
 
@@ -88,19 +91,20 @@ def test_the_plan_of_a_dry_run_is_read_and_its_sheet_is_kept(tmp_path: Path) -> 
         {"flags": {"image_size": 128, "train_num_steps": 1900, "global_batch_size": 32, "batch_size": None}},
     )
     (tmp_path / "sheet.png").write_bytes(b"png")
-    job = job_of(tmp_path / "1.5-x", f"data sheet  {tmp_path}/sheet.png\nplan        {tmp_path}/plan.json\n", 0)
-    text = views.plan_words(views.plan_of(job), 60)
-    assert re.fullmatch(r"128 px, about 61,000 images shown to the network, ready at \d\d:\d\d( on \w+)?", text)
-    assert views.plan_words(views.plan_of(job), None).endswith("network")
-    kept = views.sheet_of(job)
+    job = job_of(tmp_path / "1.5", f"data sheet  {tmp_path}/sheet.png\nplan        {tmp_path}/plan.json\n", 0)
+    text = views.plan_words(runs.document(views.file_of(job, views.PLAN)), time.time() + 90)
+    assert re.fullmatch(
+        r"128 px, about 61,000 images shown to the network, ready at \d\d:\d\d \(in 1.5 minutes\)", text
+    )
+    assert views.plan_words(runs.document(views.file_of(job, views.PLAN)), None).endswith("network")
+    kept = views.file_of(job, views.SHEET)
     (tmp_path / "sheet.png").unlink()
-    assert kept is not None
     assert kept.read_bytes() == b"png"
-    assert commands.without_look(job, "b") == ["train", "--output_dir", "runs/b"]
+    assert commands.looked_at(job.command.words, "b") == ["train", "--output_dir", "runs/b"]
 
 
 def test_an_error_is_shown_without_the_name_of_the_program(tmp_path: Path) -> None:
-    job = job_of(tmp_path / "1.5-x", f"recipe\nrectified-flow train: error: {HOSTILE} holds no pictures\n", 2)
+    job = job_of(tmp_path / "1.5", f"recipe\nrectified-flow train: error: {HOSTILE} holds no pictures\n", 2)
     shown = views.job_card(job, "Looking", "")
     assert "&lt;img src=x onerror=alert(1)&gt; holds no pictures" in shown
     assert "error:" not in shown
@@ -115,13 +119,15 @@ def test_the_card_of_a_run_escapes_what_it_shows(tmp_path: Path, state: str, tit
     folder = tmp_path / "cats"
     write(folder, runs.CONFIG, {"training": {}})
     write(folder, runs.STATUS, status(state, message=HOSTILE, **({"host": HOSTILE} if state == "running" else {})))
-    shown = views.run_card(tmp_path, folder)
+    shown = views.run_card(Run(tmp_path, "cats"))
     assert title in shown
     assert "<img" not in shown
 
 
-def test_warnings_of_a_training_are_shown_once() -> None:
-    assert views.warnings("warning: the disk is full\nx\nwarning: the disk is full\n") == ["the disk is full"]
+def test_warnings_of_a_training_are_shown_once(tmp_path: Path) -> None:
+    run = Run(tmp_path, "cats")
+    run.job = job_of(tmp_path / "1.5", "warning: the disk is full\nx\nwarning: the disk is full\nwarning: <b>\n")
+    assert "<li>the disk is full</li><li>&lt;b&gt;</li></ul>" in views.run_card(run)
 
 
 def test_a_command_is_shown_as_a_shell_takes_it() -> None:
@@ -129,19 +135,17 @@ def test_a_command_is_shown_as_a_shell_takes_it() -> None:
 
 
 def test_choices_of_a_job_outlive_the_studio(tmp_path: Path) -> None:
-    (tmp_path / "1.5-x").mkdir()
-    (tmp_path / "1.5-x/job.json").write_text(
+    (tmp_path / "1.5").mkdir()
+    (tmp_path / "1.5/job.json").write_text(
         json.dumps({"kind": "take", "run": HOSTILE, "words": [], "choices": {"form": "page"}})
     )
-    assert Job(tmp_path / "1.5-x").command == Command("take", HOSTILE, [], {"form": "page"})
+    assert Job(tmp_path / "1.5").command == Command("take", HOSTILE, [], {"form": "page"})
 
 
 def test_the_hub_gets_the_page_as_a_space_and_the_folder_of_diffusers() -> None:
-    run = RunFolder(Path("runs/my cats/one-step"))
-    create, upload = commands.publish(run, "page")
-    assert create == ["hf", "repos", "create", "YOUR_NAME/my-cats", "--repo-type", "space", "--space-sdk", "static"]
-    assert upload[2:4] == ["YOUR_NAME/my-cats", "runs/my cats/one-step/exported"]
-    assert commands.publish(run, "diffusers") == [
-        ["hf", "upload", "YOUR_NAME/my-cats", "runs/my cats/one-step/diffusers"]
-    ]
-    assert commands.publish(run, "onnx") == []
+    create, upload = commands.publish(Path("runs/my cats/one-step/page"), "page", "my cats/one-step")
+    name = "YOUR_NAME/my-cats-one-step"
+    assert create == ["hf", "repos", "create", name, "--repo-type", "space", "--space-sdk", "static"]
+    assert upload[2:4] == [name, "runs/my cats/one-step/page"]
+    assert commands.publish(Path("d"), "diffusers", "cats") == [["hf", "upload", "YOUR_NAME/cats", "d"]]
+    assert commands.publish(Path("o"), "onnx", "cats") == []
