@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 
-from rectified_flow.errors import UsageError, first_line
+from rectified_flow.errors import UsageError
 from rectified_flow.studio.flags import LOCALHOST, PageConfig, StudioConfig
 from rectified_flow.studio.jobs import STUDIO, resume
 from rectified_flow.system.files import prepare_folder
@@ -52,8 +52,8 @@ def open_page(flags: PageConfig, *, inline: bool = False) -> None:
             css_paths=[pages.CSS],
         )
     except OSError as error:
-        reason = f"{flags.host} cannot be listened on ({first_line(error)})"
-        raise UsageError(f"{reason}: pass another `port` or `host`") from error
+        busy = f"port {flags.port}" if flags.port else "every port from 7860 to 7959"
+        raise UsageError(f"{busy} of {flags.host} cannot be used: pass another `port` or `host`") from error
     texts: dict[str, object] = {"studio": f"{page.local_url} until Ctrl-C", "runs": runs.absolute()}
     if flags.host == LOCALHOST and ("SSH_CONNECTION" in os.environ or not sys.stdout.isatty()):
         texts["remote"] = TUNNEL.format(port=page.server_port)
