@@ -249,7 +249,9 @@ def choose_size(
         augmentable: returns whether pictures can be augmented at a size.
     """
     spoiled, rate_of = "", cache(lambda size, autoencoder: measure(size, autoencoder).rate)
-    override = "--image_size overrides the choice" if sizes is SIZES else "--autoencoder without a name: pixels"
+    override = "--image_size overrides the choice"
+    if sizes is not SIZES:
+        override = "--autoencoder without a name trains on pixels"
     for (size, autoencoder), min_images in sizes.items():
         if side < MIN_SHARE_OF_SIDE * size:
             continue

@@ -20,6 +20,8 @@ CONFIG, STATUS, METRICS, SAMPLES = "config.json", "status.json", "metrics.jsonl"
 """Names of the files of a run. The modules that define them import torch; tests/studio compares the names."""
 NEIGHBOURS = "neighbours.png"
 """Name of a picture among the samples of a run, also compared by tests/studio."""
+STATES = ("running", "finished", "interrupted", "failed")
+"""States in the status of a run."""
 ONE_STEP = "one-step"
 PICTURES = ("Pixels", "Latents", "LatentsInStep")
 """Kinds of spaces of pictures."""
@@ -68,7 +70,8 @@ class Run:
 
     def _state(self) -> str:
         """Return waiting, preparing, running, stopping, finished, failed, or interrupted, also for a killed run."""
-        state, job = self.status.get("state", "interrupted"), self.job
+        state, job = self.status.get("state"), self.job
+        state = state if state in STATES else "interrupted"
         if state == "running" and not self.is_elsewhere:
             state = "running" if is_alive(self.status.get("pid", -1), self.folder / STATUS) else "interrupted"
         if job is None:
