@@ -64,8 +64,9 @@ def looked_at(words: Sequence[str], name: str) -> list[str]:
 
 def resume(run: Run, flags: Document | None = None) -> list[str]:
     """Return the words that continue a run, which has recorded its flags, with other values of some."""
-    flags = {"method": run.flags.get("method"), **(flags or {}), "output_dir": run.folder}
-    return ["train", *command_line(flags)]
+    # The program checks these before it reads what the run has recorded.
+    kept = {name: run.flags.get(name) for name in ("method", "teacher")}
+    return ["train", *command_line({**kept, **(flags or {}), "output_dir": run.folder})]
 
 
 def extend(run: Run, minutes: float) -> list[str]:

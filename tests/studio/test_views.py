@@ -73,6 +73,14 @@ def test_a_finished_run_is_extended_by_its_speed(tmp_path: Path) -> None:
     assert "--train_num_steps 40" in " ".join(commands.extend(Run(tmp_path.parent, tmp_path.name), 1))
 
 
+def test_a_one_step_run_is_continued_with_its_teacher(tmp_path: Path) -> None:
+    """The program refuses the method without a teacher, before it reads the flags that the run has recorded."""
+    write(tmp_path, runs.CONFIG, {"training": {"method": "distill", "teacher": "/runs/cats"}})
+    words = commands.resume(Run(tmp_path.parent, tmp_path.name))
+    flags = read_settings(TrainConfig, "", words[1:]).values
+    assert (flags.method, flags.teacher.teacher) == ("distill", Path("/runs/cats"))
+
+
 def job_of(folder: Path, output: str, code: int | None = None) -> Job:
     folder.mkdir(parents=True)
     write(
