@@ -131,7 +131,7 @@ def chosen_size(
     state, is_free = PartialState(), sizes is plan.SIZES
     sides = reading.sides_of(source, data.crop) if is_free else [data.image_size]
     is_registered = not isinstance(source, FileFolder | HuggingFaceSource)  # such a dataset has the size of its flags
-    is_stored = bool(data.autoencoder) and not could_augment(data, source)  # as given, so there is nothing to choose
+    is_stored = bool(data.autoencoder) and not could_augment(data, source)  # the latents are stored: nothing to choose
     if not sizes or not sides or (is_free and is_registered) or is_stored:
         return {}
 

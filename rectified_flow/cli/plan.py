@@ -206,7 +206,7 @@ def plan(facts: Facts, measure: Measure) -> Plan:
 
 
 def sizes_for(given: Collection[str], sides: Sequence[int], autoencoder: tuple[str, ...]) -> Mapping[Size, int]:
-    """Return the sizes to choose from; a given size may lack its autoencoder, and its augmentation.
+    """Return the sizes to choose from. For a given size, only the autoencoder and augmentation may be chosen.
 
     Args:
         given: names of the flags that the user gave, of those that fix the size.
@@ -236,8 +236,8 @@ def choose_size(
 ) -> Plan:
     """Choose the largest size of the pictures for which there is enough time; no settings if there is none.
 
-    Latents are augmented only if the run encodes its pictures in each step, which must be known before the pictures are
-    read. The augmentation of pixels is chosen later, with their number of passes.
+    The augmentation of latents is chosen here, before the pictures are read, as it makes the run encode them in each
+    step. The augmentation of pixels is chosen later, when the number of passes is known.
 
     Args:
         pictures: number of pictures.

@@ -115,7 +115,7 @@ def write_status(
         step: number of steps that are done.
         total_steps: number of steps of the whole run.
         message: the cause of a failure.
-        times: what :func:`times_of` returns for a run that trains. The disk is then not waited for.
+        times: the result of :func:`times_of`, during training. The file is then written without fsync.
     """
     before = read_status(folder)
     status: Document = {"state": state, "step": step, "total_steps": total_steps, "message": message}
@@ -132,7 +132,7 @@ def write_status(
 
 
 def times_of(step_time: float, left: float) -> Document:
-    """Return what a status says about times: the time of a step [s], and when the run is expected to end.
+    """Return the times in a status: the time per step [s], and the expected end of the run.
 
     Args:
         step_time: time of a step, without previews and checkpoints [s].

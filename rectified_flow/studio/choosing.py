@@ -49,7 +49,7 @@ class ChooseTabs:
             self.sheet = gr.Image(label=label, interactive=False, visible=False, buttons=["fullscreen"])
             with gr.Accordion("Something other than pictures like these", open=False):
                 goal = gr.Radio([*GOALS], value=next(iter(GOALS)), label="What the generator learns")
-                source = gr.Textbox(label="Or name a folder of other pictures, which it turns into pictures like these")
+                source = gr.Textbox(label="Folder of other pictures to translate into pictures like these")
         with gr.Tab("Time", id="time", render_children=True):
             self.name = gr.Textbox("first", label="Name of the run")
             label, info = "Minutes to train", "8 for a first look, 60 for good pictures"
@@ -88,7 +88,7 @@ class ChooseTabs:
         return {**looked, self.tabs: gr.Tabs(selected="time")}
 
     def look(self, values: Values, **changes: object) -> Values:
-        """Look at the data with the choices on the page, in place of the draft, unless the draft has the same."""
+        """Replace the draft by a dry run with the choices on the page, unless the draft has the same choices."""
         choices, before = self._choices(values) | changes, _job(values[self.draft])
         if not choices["folder"] or (before is not None and before.command.choices == choices):
             return {self.draft: values[self.draft]}
@@ -167,7 +167,7 @@ class ChooseTabs:
             self.sheet: file_shown(sheet, alt_text=". ".join(plan["words"])),
             self.choices["columns"]: gr.update(choices=ticks, value=chosen["columns"], visible=bool(ticks)),
             self.plan: views.card(
-                text, "Another run trains; this one will wait in line." if is_busy else "", "finished"
+                text, "Another run is training; this run starts after it." if is_busy else "", "finished"
             ),
         }
 

@@ -11,7 +11,7 @@ from rectified_flow.studio.runs import Run
 from rectified_flow.system.files import usable_path
 
 DRAWN_FLOWERS = "drawn flowers"
-"""What stands in place of a folder at the first visit."""
+"""Value of the folder field for the drawn flowers."""
 FLOWERS: Document = {
     "dataset": "synthetic-flowers",
     "image_size": 128,

@@ -25,10 +25,10 @@ def act(
     *,
     queue: bool = True,
 ) -> None:
-    """Call a handler with the values of inputs on events of the page, which are not an API for other programs.
+    """Call a handler with the values of the inputs when an event occurs. The events are not a public API.
 
-    A handler returns new values, and does not wait for the processes that it starts. Only a handler with a queue can
-    show an error; one without answers sooner.
+    A handler returns new values, and does not wait for the processes that it starts. Only a queued handler can show
+    an error; an unqueued handler responds faster.
     """
 
     @wraps(handler)

@@ -23,7 +23,7 @@ def further_fields() -> dict[str, gr.components.Component]:
     """Make a folded field for each flag, and return them by flag. An empty field leaves the choice to the program."""
     made = dict[str, gr.components.Component]()
     with gr.Accordion("Further settings", open=False, elem_id="further"):
-        gr.HTML("The program chooses what you leave empty.")
+        gr.HTML("Empty fields are set automatically.")
         for group in get_type_hints(TrainConfig).values():
             helps = dict(HELP.findall(inspect.getsource(group)))
             with gr.Accordion(str(group.__doc__).partition("\n")[0].rstrip("."), open=False):

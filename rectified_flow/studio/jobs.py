@@ -1,10 +1,10 @@
 """Jobs: commands of the program as processes of their own, which outlive the page and the studio.
 
 A job is a folder below :data:`STUDIO`, and its files are its state, so that a studio that is started again knows it.
-Each file is written whole and has one writer. The studio writes ``job.json``, the command, ``keeper``, the number of
-the keeper's process, and the empty file ``stop``. The keeper of the job, a small process (``python -m
-rectified_flow.studio.jobs FOLDER``), waits until the job may begin, starts the command, and writes ``process``, the
-number of its process, ``output.txt``, and ``ended``, its exit code. Only one job trains at a time.
+Each file is written whole and has one writer. The studio writes ``job.json`` (the command), ``keeper`` (the PID of
+the keeper), and the empty file ``stop``. The keeper of the job, a small process (``python -m
+rectified_flow.studio.jobs FOLDER``), waits until the job may begin, starts the command, and writes ``process`` (the
+PID of the command), ``output.txt``, and ``ended`` (the exit code). Only one job trains at a time.
 """
 
 import json
@@ -37,7 +37,7 @@ NICENESS = {"train": 10}
 CLOCK_ERROR = 2.0  # largest difference between the clocks of this machine and of its disk [s]
 Kind = Literal["look", "train", "draw", "take"]
 JobState = Literal["waiting", "running", "ended", "lost"]
-"""A job is lost if its keeper and its command ended without a file, as when the machine was switched off."""
+"""A job is lost if its keeper and command ended without writing ``ended``, for example after a power failure."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Job:
         (self.folder / STOP).touch()
 
     def _lives(self, name: str) -> bool:
-        """Return whether the process is alive whose number is in a file."""
+        """Return whether the process of a PID file is alive."""
         return is_alive(int(text_of(self.folder / name) or -1), self.folder / name)
 
 
@@ -127,7 +127,7 @@ def text_of(path: Path) -> str:
 
 
 def is_alive(pid: int, file: Path) -> bool:
-    """Return whether a process is alive that is older than the file with its number: numbers are used again."""
+    """Return whether the process of a PID file is alive. A process younger than the file has reused the PID."""
     with suppress(psutil.Error, OSError, ValueError):
         process = psutil.Process(pid)
         is_older = process.create_time() < file.stat().st_mtime + CLOCK_ERROR
@@ -136,12 +136,12 @@ def is_alive(pid: int, file: Path) -> bool:
 
 
 def start(runs: Path, kind: Kind, run: str, words: list[str], choices: Document | None = None) -> Job:
-    """Start a :class:`Command`, and return its job; a training waits for those that were asked for before."""
+    """Start a :class:`Command`, and return its job; a training waits for earlier trainings."""
     for old in [job for job in jobs(runs) if job.state == "ended"][:-KEPT]:
         rmtree(old.folder, ignore_errors=True)
     job = Job(_place(runs) / f"{time.time():.6f}")
     job.folder.mkdir(parents=True)
-    # Without waiting for the disk, as for all files of a job: the page answers at once.
+    # No file of a job is flushed to the disk, so that the page responds immediately.
     replace_file(job.folder / JOB, json.dumps(asdict(Command(kind, run, words, choices or {}))), durable=False)
     _keep(job)
     return job

@@ -20,7 +20,7 @@ DRAWN, SOURCES = "drawn", "sources"
 NEAREST = "nearest.png"
 WHITE = "#ffffff"
 ON = {"interactive": True}
-"""Gradio takes a field that is made later for one that shows a result, unless this is given."""
+"""Gradio makes fields added later read-only unless this argument is passed."""
 
 
 class PlayTab:
@@ -69,7 +69,7 @@ class PlayTab:
             """Sample pictures."""
             if run.takes_pictures and not flags:
                 if not values[sources]:
-                    raise UsageError("This run translates pictures: give it some first.")
+                    raise UsageError("This run translates pictures: add some first.")
                 flags["from_images"] = moved(values[sources], self._new_folder(name, SOURCES))
             chosen = {flag: values[field] or None for flag, field in settings.items()}
             self._start(name, chosen | flags, {condition: values[field] for condition, field in conditions.items()})
@@ -113,7 +113,7 @@ class PlayTab:
         jobs.start(self.runs, "draw", name, words)
 
     def _new_folder(self, name: str, kind: str) -> Path:
-        """Make a folder of a kind in that of a run, and return it; it is named for the time."""
+        """Create a folder named by the current time, in a subfolder of the run, and return it."""
         folder = unused(self.runs / name / kind / time.strftime("%Y-%m-%d-%H%M%S"))
         folder.mkdir(parents=True)
         return folder
@@ -163,7 +163,7 @@ def settings_of(run: Run) -> dict[str, Component]:
         if guides:
             info = "Above 1, samples are guided away from an early checkpoint of the run."
             settings["autoguidance"] = gr.Slider(1, 3, 1, step=0.25, label="Autoguidance", info=info, **ON)
-        info = "They show whether a picture is a copy of a training picture."
+        info = "Shows whether a picture is a copy of a training picture."
         settings["nearest"] = gr.Checkbox(label="Show the nearest training pictures", info=info, **ON)
     return settings
 

@@ -69,7 +69,7 @@ class Run:
         self.state = self._state()
 
     def _state(self) -> str:
-        """Return waiting, preparing, running, stopping, finished, failed, or interrupted, also for a killed run."""
+        """Return waiting, preparing, running, stopping, finished, failed, or interrupted (which a killed run is)."""
         state, job = self.status.get("state"), self.job
         state = state if state in STATES else "interrupted"
         if state == "running" and not self.is_elsewhere:

@@ -53,7 +53,7 @@ def open_page(flags: PageConfig, *, inline: bool = False) -> None:
         )
     except OSError as error:
         busy = f"port {flags.port}" if flags.port else "every port from 7860 to 7959"
-        raise UsageError(f"{busy} of {flags.host} cannot be used: pass another `port` or `host`") from error
+        raise UsageError(f"{busy} is unavailable on {flags.host}: pass another `port` or `host`") from error
     texts: dict[str, object] = {"studio": f"{page.local_url} until Ctrl-C", "runs": runs.absolute()}
     if flags.host == LOCALHOST and ("SSH_CONNECTION" in os.environ or not sys.stdout.isatty()):
         texts["remote"] = TUNNEL.format(port=page.server_port)

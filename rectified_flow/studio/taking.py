@@ -44,7 +44,7 @@ class TakeTab:
         self.inputs, self.outputs = {run}, [*self.cards.values(), *self.files.values()]
 
     def make(self, form: str, values: Values) -> None:
-        """Write the generator in a form, unless that is done just now."""
+        """Export the generator in a form, unless that export is in progress."""
         name, newest = values[self.run], self._newest(values, form)
         if newest is None or not newest.is_busy:
             jobs.start(self.runs, "take", name, commands.take(self.runs / name, form))

@@ -29,7 +29,7 @@ def receive(runs: Path, name: str, files: Sequence[Path]) -> Path:
 
 
 def unpack(file: Path, folder: Path) -> None:
-    """Unpack a zip archive, with its subfolders, which may be classes; zipfile writes no file outside of the folder.
+    """Unpack a zip archive with its subfolders, which may be classes. No file is written outside of the folder.
 
     Raises:
         UsageError: if the archive is broken, has a password, or does not fit.
@@ -38,7 +38,7 @@ def unpack(file: Path, folder: Path) -> None:
         with ZipFile(file) as archive:
             size = sum(member.file_size for member in archive.infolist())
             if size > shutil.disk_usage(folder).free - ROOM:
-                raise OSError(f"its files have {size / 1e9:.1f} GB, too many for this disk")
+                raise OSError(f"its files need {size / 1e9:.1f} GB, more than is free")
             archive.extractall(folder)
     except Exception as error:  # of many types, by what is damaged
         reason = first_line(error)

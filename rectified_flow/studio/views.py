@@ -17,8 +17,8 @@ from rectified_flow.system.terminal import duration
 PLAN, SHEET = "plan", "data sheet"
 """Labels of the lines with which a dry run names its files."""
 WORDS: Mapping[str, tuple[str, str]] = {
-    "waiting": ("Waiting in line", "This run starts by itself when the other run ends."),
-    "preparing": ("Preparing", "Pictures are read, and the speed of this machine is measured."),
+    "waiting": ("Waiting", "This run starts automatically when the other run ends."),
+    "preparing": ("Preparing", "Reading the pictures and measuring the speed of this machine."),
     "running": ("Training{where}{ready}", "Step {step:,} of {total:,}"),
     "stopping": ("Stopping and saving", "Step {step:,} of {total:,}"),
     "finished": ("Finished", "{step:,} steps. The generator is ready: play with it."),
@@ -31,13 +31,13 @@ WORDS: Mapping[str, tuple[str, str]] = {
 def message(job: Job) -> str:
     """Return the sentence with which a command ended: an error without the name of the program, or the last line."""
     if job.code not in (1, 2):
-        return "The command was ended from outside, or the memory is full. Try again."
+        return "The command was killed, possibly because memory ran out. Try again."
     last = job.output.strip().rpartition("\n")[2]
     return last.partition("error: ")[2] or last
 
 
 def file_of(job: Job, label: str) -> Path:
-    """Return a file that a dry run named, copied beside its job, as a later one writes it anew; it may not exist."""
+    """Return a copy, in the folder of the job, of a file that a dry run printed. The copy may not exist."""
     found = re.search(rf"^{label} +(.+)$", job.output, re.MULTILINE)
     path = Path(found[1]) if found else job.folder / label
     copy = job.folder / path.name
@@ -93,7 +93,7 @@ def run_card(run: Run) -> str:
 
 
 def job_card(job: Job, doing: str, done: str = "") -> str:
-    """Return the card of a command that is not a training; without a text for its success, that has no card."""
+    """Return the card of a command other than a training. A successful command has a card only with ``done``."""
     if job.is_busy:
         return card(f"{doing} ({time.time() - float(job.folder.name):.0f} s)")
     if job.code != 0:

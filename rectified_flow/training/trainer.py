@@ -317,7 +317,7 @@ class Trainer:
                 self.clock.write(self.config.output_dir, self.pace.planned, durable=False)
 
     def _write_times(self, step_time: float) -> None:
-        """Write into ``status.json`` where the run is, and when it is expected to end: by the clock if it has one."""
+        """Write the step and the expected end of the run to ``status.json``. With a budget, the clock sets the end."""
         if self.accelerator.is_main_process and self.state.step < self.total_steps:
             left = (self.total_steps - self.state.step) * step_time
             left = left if self.clock is None else max(0.0, self.clock.seconds - self.clock.elapsed)

@@ -62,7 +62,7 @@ def test_a_zip_that_does_not_fit_is_refused_before_it_is_unpacked(
 ) -> None:
     monkeypatch.setattr(uploads, "ROOM", 2**62)
     with pytest.raises(
-        UsageError, match=r"big.zip cannot be unpacked \(its files have 0.0 GB, too many for this disk\)"
+        UsageError, match=r"big.zip cannot be unpacked \(its files need 0.0 GB, more than is free\)"
     ):
         receive(tmp_path / "runs", "pets", [zipped(tmp_path / "big.zip", "a.png")])
 
