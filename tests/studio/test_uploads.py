@@ -61,9 +61,7 @@ def test_a_zip_that_does_not_fit_is_refused_before_it_is_unpacked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(uploads, "ROOM", 2**62)
-    with pytest.raises(
-        UsageError, match=r"big.zip cannot be unpacked \(its files need 0.0 GB, more than is free\)"
-    ):
+    with pytest.raises(UsageError, match=r"big.zip cannot be unpacked \(its files need 0.0 GB, more than is free\)"):
         receive(tmp_path / "runs", "pets", [zipped(tmp_path / "big.zip", "a.png")])
 
 
