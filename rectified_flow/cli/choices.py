@@ -94,7 +94,7 @@ def recipe(
             a plan.
     """
     count = len(source.numbers_without(data.exclude, data.max_train_samples))
-    flags = plan.for_pictures(count, augmentable=could_augment(data, source))
+    flags = plan.for_pictures(count, augmentable=can_augment(build_space(data, source)))
     if size is not None:
         flags.pop("augment", None)  # the plan decides it, when it knows the number of passes
         flags |= size

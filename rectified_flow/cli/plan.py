@@ -30,6 +30,7 @@ FEW, AUGMENT = 16_000, 0.15  # 1,400 pictures need augmentation in long runs (sm
 MIN_TO_HOLD_OUT, HELD_OUT = 125, 30  # of 125 pictures, the 30 that a measurement needs are a quarter
 PASSES, AUGMENTED_PASSES = 400, 1000  # over 64 pictures of 16 px until 1% of the samples are copies (small_data.md)
 UNAUGMENTED_PASSES = 50  # no copies of 64 to 1,400 pictures without augmentation (small_data.md)
+AUGMENTED_LENGTH = 2.5  # times as long as the longest run on latents without augmentation, to be better (small_data.md)
 # Smallest limit of the number of images, since a network learns too little in a shorter run on any number of pictures:
 # on pixels (small_data.md), and on latents, where distances to photographs hardly fall in longer runs (docs/latents.md)
 MIN_LIMIT = {False: 192_000, True: 22_000}
@@ -263,7 +264,10 @@ def choose_size(
                 continue
         fitting = TRAINED_SHARE * seconds * rate_of(size, autoencoder)
         few = for_pictures(pictures, augmentable=augmentable(size, autoencoder)).get("augment", 0.0)
-        augment = few if fitting > UNAUGMENTED_PASSES * pictures else 0.0
+        enough = UNAUGMENTED_PASSES * pictures
+        if autoencoder:
+            enough = AUGMENTED_LENGTH * limit_of(pictures, 0.0, latents=True)
+        augment = few if fitting > enough else 0.0
         images = min(fitting, limit_of(pictures, augment, latents=bool(autoencoder)))
         if images >= min_images:
             if (changed := error(size, autoencoder) if autoencoder else 0.0) > SPOILED:
