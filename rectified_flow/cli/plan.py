@@ -264,9 +264,8 @@ def choose_size(
                 continue
         fitting = TRAINED_SHARE * seconds * rate_of(size, autoencoder)
         few = for_pictures(pictures, augmentable=augmentable(size, autoencoder)).get("augment", 0.0)
-        enough = UNAUGMENTED_PASSES * pictures
-        if autoencoder:
-            enough = AUGMENTED_LENGTH * limit_of(pictures, 0.0, latents=True)
+        unaugmented = limit_of(pictures, 0.0, latents=True)
+        enough = AUGMENTED_LENGTH * unaugmented if autoencoder else UNAUGMENTED_PASSES * pictures
         augment = few if fitting > enough else 0.0
         images = min(fitting, limit_of(pictures, augment, latents=bool(autoencoder)))
         if images >= min_images:

@@ -138,11 +138,7 @@ def test_large_pictures_are_trained_on_as_latents_from_the_starter(tmp_path: Pat
     said = printed(f"{words} --budget 1m")
     assert not (tmp_path / "run").exists(), "a dry run"
     assert "size        --image_size 128 --autoencoder small: about 5,400 images in 1.0 minutes" in said
-    found = re.search(r"starters/small/step_\d+: ([\d,]+) of ([\d,]+) weights", said)
-    assert found is not None
-    taken, total = (int(each.replace(",", "")) for each in found.groups())
-    assert 0 < total - taken < total / 500, "all but those of the augmentation are initialised"
-    assert "recipe      --image_size 128 --autoencoder small --augment 0.15, for 4 pictures" in said
+    assert re.search(r"starters/small/step_\d+: ([\d,]+) of \1 weights", said), "all of them are initialised"
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
