@@ -1,7 +1,7 @@
 """Do labels of clusters of the pictures improve samples at 128 px, and how far must they be guided?
 
 The clusters are found by k-means in the pictures reduced to 8 x 8, or in the latents of the package's autoencoder,
-averaged to 4 x 4. All runs use the settings that the plan chooses, on latents, from the package's starter, and the same
+averaged to 4 x 4. All runs use the settings of `few_pictures`: latents, the package's starter and augmentation, and the same
 number of images. Samples get the labels of training pictures, so that each cluster has its share.
 """
 
@@ -32,7 +32,7 @@ FEATURES: Mapping[str, Feature] = {
     "latents": lambda pictures: F.adaptive_avg_pool2d(Small().encode(pictures)[0], 4),
 }
 """Features of pictures ``[n, 3, h, w]`` in [-1, 1], in which clusters are found."""
-PLAIN = Setting("without clusters, as the plan has it", {"augment": 0.15})
+PLAIN = Setting("without labels of clusters")
 LABELLED = Setting("labels of clusters", {"use_cfg": True})
 SCALES = (1.0, 1.5, 2.0)
 

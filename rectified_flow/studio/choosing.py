@@ -24,7 +24,7 @@ GOALS: Mapping[str, str | None] = {
     "Enlarge small pictures four times": "downsample:4",
     "Fill painted holes": "mask:brush",
 }
-"""What the generator learns, and how the program makes its sources from the pictures."""
+"""Tasks of a generator in words, each with the degradation that makes the sources from the pictures, if any."""
 
 
 class ChooseTabs:
