@@ -1,8 +1,8 @@
 """Do labels of clusters of the pictures improve samples at 128 px, and how far must they be guided?
 
 The clusters are found by k-means in the pictures reduced to 8 x 8, or in the latents of the package's autoencoder,
-averaged to 4 x 4. All runs use the settings of `few_pictures`: latents, the package's starter and augmentation, and the same
-number of images. Samples get the labels of training pictures, so that each cluster has its share.
+averaged to 4 x 4. All runs use the settings of `few_pictures`: latents, the package's starter and augmentation, and the
+same number of images. Samples get the labels of training pictures, so that each cluster has its share.
 """
 
 import sys
