@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeGuard, TypeVar, get_type_h
 import tyro
 from annotated_types import Ge, Gt, Interval, Le, Lt
 
-from rectified_flow.errors import UsageError, quoted
+from rectified_flow.errors import quoted
 from rectified_flow.parts import name_of, validated
 from rectified_flow.registry import Document, as_plain
 
@@ -157,13 +157,6 @@ def recorded(config: "DataclassInstance") -> Document:
     """Return the flags that a run's ``config.json`` keeps, to start the run again."""
     rules = rules_of(type(config))
     return {name: value for name, value in plain(config).items() if rules[name].recorded}
-
-
-def refuse(flags: Mapping[str, object], reason: str) -> None:
-    """Raise a UsageError for the first flag with a value that is true; ``reason`` ends its sentence."""
-    for name, value in flags.items():
-        if value:
-            raise UsageError(f"{quoted(name)} {reason}")
 
 
 def flag_name(field: str) -> str:

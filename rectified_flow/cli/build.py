@@ -13,7 +13,7 @@ from rectified_flow.cli.training_flags import FlowConfig, Method, NetworkConfig,
 from rectified_flow.condition import ConditionSpecs, Picture, chosen
 from rectified_flow.distributed import check_equal, join_processes, on_main
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import plain, refuse
+from rectified_flow.flags import plain
 from rectified_flow.flows.flow import SOURCE, Flow, sampling_defaults
 from rectified_flow.flows.flow_map import DistilledFlow
 from rectified_flow.flows.mean import MeanFlow
@@ -84,7 +84,8 @@ def _move_text_encoder(trained: Trained, source: str) -> None:
     """Load the text encoder of the conditions of a flow from another place."""
     conditions: Any = trained.flow.network.conditions
     moved = {name: kind for name, kind in conditions.items() if hasattr(getattr(kind, "encoder", None), "source")}
-    refuse({"text_encoder": not moved}, f"has no effect: {trained.source} has no captions of a text encoder")
+    if not moved:
+        raise UsageError(f"--text_encoder has no effect: {trained.source} has no captions of a text encoder")
     for name, kind in moved.items():
         conditions[name] = replace(kind, encoder=type(kind.encoder)(source, kind.encoder.fingerprint))
 
@@ -199,7 +200,8 @@ def choose_flow(flags: FlowConfig, method: Method, *, is_taught: bool = False) -
     names = ("prediction", "coupling") if is_taught else ("prediction", "coupling", "guidance_scale")
     arguments |= arguments_from(flags, names, target)
     if "time_distribution" not in needs_of(target):
-        refuse({"time_distribution": flags.time_distribution}, f"has no effect: {target.__name__} draws no times")
+        if flags.time_distribution:
+            raise UsageError(f"--time_distribution has no effect: {target.__name__} draws no times")
     elif flags.time_distribution or parts.times != "logit_normal":
         name, options = split_part(flags.time_distribution)
         name = TIMES.get(name, name) or TIMES[parts.times]

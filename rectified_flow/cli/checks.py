@@ -11,7 +11,7 @@ from rectified_flow.cli.settings import check_rules
 from rectified_flow.cli.training_flags import DataConfig, NetworkConfig, TrainConfig
 from rectified_flow.data.sources.huggingface import LABEL_COLUMNS
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import refuse, rules_of
+from rectified_flow.flags import rules_of
 from rectified_flow.flows.flow_map import FlowMap, takes_interval
 from rectified_flow.runs.folder import SAMPLES
 from rectified_flow.runs.training_config import TrainingConfig
@@ -23,8 +23,9 @@ def check_flags(values: TrainConfig, given: Collection[str]) -> None:
     """Check relations between flags of different groups, and the names of registered parts."""
     check_rules(values, given)
     method, has_teacher, run = values.method, values.teacher.teacher is not None, values.run
-    needed = "has no effect with --teacher" if has_teacher else "needs --teacher: pass the run of a rectified flow"
-    refuse({f"method {method}": (method in ("distill", "reflow")) != has_teacher}, needed)
+    if has_teacher != (method in ("distill", "reflow")):
+        needed = "has no effect with --teacher" if has_teacher else "needs --teacher: pass the run of a rectified flow"
+        raise UsageError(f"--method {method} {needed}")
     source = values.source.source_path
     written = {"output_dir": run.output_dir, "checkpoint_dir": run.checkpoints, "cache_dir": values.data.cache_dir}
     for name, folder in {"dataset_path": values.data.dataset_path, "source_path": source}.items():
@@ -32,10 +33,11 @@ def check_flags(values: TrainConfig, given: Collection[str]) -> None:
         check_outside(name, folder, output_dir=run.output_dir / SAMPLES)
     check_outside("dataset_path", values.data.dataset_path, source_path=source)
     network, flow = choose_network(values.network), choose_flow(values.flow, method, is_taught=has_teacher)
-    noisy = values.source.source_noise > 0 and not values.source.as_start
-    refuse({"source_noise": noisy}, "has no effect if the source is a condition: pass --source_as start")
+    if values.source.source_noise > 0 and not values.source.as_start:
+        raise UsageError("--source_noise has no effect if the source is a condition: pass --source_as start")
     one_step, is_map = values.program.one_step, issubclass(flow.target, FlowMap)
-    refuse({"one_step": one_step and is_map}, f"is for rectified flows, not --method {method}: leave it out")
+    if one_step and is_map:
+        raise UsageError(f"--one_step is for rectified flows, not --method {method}: leave it out")
     if (one_step or is_map) and not takes_interval(network.target):
         needed = "has no input r, the end of an interval, which a one-step generator needs: train only a rectified flow"
         raise UsageError(f"--network {network.target.__name__} {needed}")
@@ -54,10 +56,9 @@ def warm_up_note(run: TrainingConfig) -> str | None:
 def check_items(given: Collection[str], dataset: str) -> None:
     """Raise a UsageError if a flag is for pictures, and the data are items of a registered dataset."""
     rules = rules_of(TrainConfig)
-    refuse(
-        {name: rules[name].for_pictures for name in sorted(given)},
-        f"is for pictures, and --dataset {dataset} has items of another kind",
-    )
+    for name in sorted(given):
+        if rules[name].for_pictures:
+            raise UsageError(f"--{name} is for pictures, and --dataset {dataset} has items of another kind")
 
 
 def check_classes(items: Any, columns: Collection[str]) -> None:
@@ -80,13 +81,13 @@ def check_space(space: Space, *, crops: bool, evaluates: bool) -> None:
         crops: whether random crops are asked for.
         evaluates: whether samples are compared by their features during training.
     """
-    is_stored = "autoencoder" in space.uses and not can_augment(space)
-    refuse(
-        {"crop random": crops and is_stored},
-        "has no effect with this --autoencoder, whose latents of the centre are stored: leave it out, or pass small",
-    )
-    by_features = evaluates and "frechet" not in space.medium.metrics
-    refuse({"evaluate_every": by_features}, "compares features of photographs: leave it out, and run evaluate.py")
+    if crops and "autoencoder" in space.uses and not can_augment(space):
+        stored = "the latents of the centre are stored"
+        raise UsageError(
+            f"--crop random has no effect with this --autoencoder, as {stored}: leave it out, or pass small"
+        )
+    if evaluates and "frechet" not in space.medium.metrics:
+        raise UsageError("--evaluate_every compares features of photographs: leave it out, and run evaluate.py")
 
 
 def check_sides(flags: NetworkConfig, data: DataConfig, space: Space) -> None:

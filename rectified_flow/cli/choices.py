@@ -23,7 +23,8 @@ from rectified_flow.data.sources import ImageSource
 from rectified_flow.data.sources.folder import FileFolder
 from rectified_flow.data.sources.huggingface import HuggingFaceSource
 from rectified_flow.distributed import on_main
-from rectified_flow.flags import refuse, rules_of
+from rectified_flow.errors import UsageError
+from rectified_flow.flags import rules_of
 from rectified_flow.networks.unet import Unet
 from rectified_flow.parts import name_of
 from rectified_flow.spaces.space import Space, with_augmentation
@@ -44,8 +45,8 @@ def with_pictures(
         budget: the time of the run [s], or None.
     """
     excluded = settings.values.data.exclude
-    is_empty = bool(excluded) and not source.numbers_without(excluded, None)
-    refuse({"exclude": is_empty}, f"leaves no picture of {source.name}: name fewer pictures")
+    if excluded and not source.numbers_without(excluded, None):
+        raise UsageError(f"--exclude leaves no picture of {source.name}: name fewer pictures")
     if settings.values.is_planned:
         settings = with_recipe(settings, source, budget)
     values, columns = settings.values, settings.values.columns.condition_on

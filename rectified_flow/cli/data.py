@@ -18,7 +18,6 @@ from rectified_flow.data.store import ImageDataset
 from rectified_flow.data.stream import Batches
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.evaluation.features import RealData
-from rectified_flow.flags import refuse
 from rectified_flow.flows.flow import Flow
 from rectified_flow.parts import choose_named, name_of, split_part, typed_options
 from rectified_flow.registry import find, names
@@ -52,8 +51,9 @@ def _described(pictures: DataConfig, source: SourceConfig, columns: ColumnConfig
     name, options = split_part(pictures.dataset)
     degradation, seed = choose_degradation(source.degrade), pictures.data_seed or 0
     is_registered = pictures.dataset_path is None and name in names("dataset")
-    needless = {f"dataset {' '.join(options)}": options and not is_registered}
-    refuse(needless, "has no effect without a registered dataset; leave it out")
+    if options and not is_registered:
+        needless = f"--dataset {' '.join(options)}"
+        raise UsageError(f"{needless} has no effect without a registered dataset; leave it out")
     found: Any = None
     if is_registered:
         found = registered_dataset(pictures.dataset, pictures.image_size, pictures.cache_dir)
@@ -155,8 +155,8 @@ Found = ImageDataset | ImageSource | Dataset[Any]
 def build_space(data: DataConfig, found: Found | None = None, teacher: Space | None = None) -> Space:
     """Build the space of the flags, for a student with the scale of its teacher; that of latents is measured later."""
     space = _space_of(data, found, teacher)
-    used = {"augment": data.augment > 0 and not can_augment(space)}
-    refuse(used, f"has no effect on {type(space).__name__}: leave it out")
+    if data.augment > 0 and not can_augment(space):
+        raise UsageError(f"--augment has no effect on {type(space).__name__}: leave it out")
     return space
 
 
@@ -167,8 +167,8 @@ def could_augment(data: DataConfig, found: Found) -> bool:
 
 def _space_of(data: DataConfig, found: Found | None, teacher: Space | None = None) -> Space:
     kind = kind_of_space(data)
-    needless = bool(data.autoencoder) and "autoencoder" not in kind.uses
-    refuse({"autoencoder": needless}, f"encodes pictures, and the data are {kind.__name__}: leave it out")
+    if data.autoencoder and "autoencoder" not in kind.uses:
+        raise UsageError(f"--autoencoder encodes pictures, and the data are {kind.__name__}: leave it out")
     *_, options = reader_of(data.space)
     typed = typed_options("space", kind.of, options)
     try:

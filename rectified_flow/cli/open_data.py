@@ -14,8 +14,8 @@ from rectified_flow.condition import ConditionSpecs
 from rectified_flow.data.description import PictureData, RunData, with_sources
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.distributed import check_equal, on_main
+from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.heldout import Split, hold_out
-from rectified_flow.flags import refuse
 from rectified_flow.spaces.space import Space
 from rectified_flow.system.terminal import line
 
@@ -84,7 +84,8 @@ def open_data(
     """
     state = PartialState()
     items: Any = description.open(found)
-    refuse({f"dataset {description.name}": len(items) == 0}, "has no items: pass a dataset with some")
+    if len(items) == 0:
+        raise UsageError(f"--dataset {description.name} has no items: pass a dataset with some")
     if description.has_pictures:  # different numbers of pictures would desynchronise the processes
         counted = {"the number of pictures": len(items), "their fingerprint": items.fingerprint}
         check_equal(state, lambda: counted)
@@ -104,15 +105,17 @@ def hold_out_pictures(pictures: ImageDataset, share: float, seed: int, split_for
     """Return the split of the pictures, or None if nothing is held out. Collective."""
     state = PartialState()
     if not share:
-        needed = f"needs pictures to measure on: pass --holdout {plan.proposed_share(len(pictures)):g}"
-        refuse({"stop_when_memorising": "stop_when_memorising" in split_for}, needed)
+        if "stop_when_memorising" in split_for:
+            needed = f"pass --holdout {plan.proposed_share(len(pictures)):g}"
+            raise UsageError(f"--stop_when_memorising needs pictures to measure on: {needed}")
         if len(pictures) < plan.MIN_TO_HOLD_OUT and not split_for:
             text = f"none of {len(pictures)} pictures, as too few would be left"
             state.print(line("held out", text))
         return None
     split = hold_out(pictures, share, seed)
     if split.problem is not None:
-        refuse({f"holdout {share:g}": bool(split_for)}, f"leaves {split.problem}: change it, or pass --holdout 0")
+        if split_for:
+            raise UsageError(f"--holdout {share:g} leaves {split.problem}: change it, or pass --holdout 0")
         state.print(line("held out", f"nothing, as --holdout {share:g} leaves {split.problem}"))
         return None
     state.print(line("held out", split))

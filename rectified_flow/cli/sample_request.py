@@ -19,7 +19,6 @@ from rectified_flow.data.degraded import degraded
 from rectified_flow.data.sources.listing import find_files
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.evaluation.evaluator import AT_ONCE, render_sources
-from rectified_flow.flags import refuse
 from rectified_flow.flows.flow import SOURCE, Flow, sampling_defaults
 from rectified_flow.load import Trained
 from rectified_flow.randomness import Samples, deterministic
@@ -115,7 +114,8 @@ def _check_translation(flags: PicturesConfig, trained: Trained) -> None:
     flow, reason = trained.flow, f"has no effect on the {type(trained.flow).__name__} of {trained.source}: leave it out"
     needed = "start" if flags.mask is None else "mask"
     takes_pictures = flow.takes_source or needed in sampling_defaults(flow)
-    refuse({"from_images": not (takes_pictures and flow.space.medium.input_suffixes)}, reason)
+    if not (takes_pictures and flow.space.medium.input_suffixes):
+        raise UsageError(f"--from_images {reason}")
     degradation = trained.degradation
     paints = degradation is not None and degradation.leaves_holes
     is_random = not flow.from_source or flow.source_noise > 0 or paints
@@ -125,7 +125,9 @@ def _check_translation(flags: PicturesConfig, trained: Trained) -> None:
         "mask": paints or not flow.takes_source,
         "variants": flags.mask is not None or (flow.takes_source and is_random),
     }
-    refuse({name: getattr(flags, name) != getattr(PicturesConfig, name) and not works[name] for name in works}, reason)
+    for name, has_effect in works.items():
+        if not has_effect and getattr(flags, name) != getattr(PicturesConfig, name):
+            raise UsageError(f"--{name} {reason}")
 
 
 def _degraded(data: Tensor, degradation: Degradation, space: Space, seed: int) -> Tensor:
@@ -145,7 +147,8 @@ def written_conditions(flags: PicturesConfig, flow: Flow, source: Path) -> dict[
     if flags.prompts is not None:
         _kind_of(caption, kinds, source, "--prompts")
         texts[caption] = read_lines(flags.prompts)
-        refuse({f"prompts {flags.prompts}": not texts[caption]}, "is empty: write a caption in each line")
+        if not texts[caption]:
+            raise UsageError(f"--prompts {flags.prompts} is empty: write a caption in each line")
     if flags.prompt is not None:
         _kind_of(caption, kinds, source, "--prompt")
         texts[caption] = [flags.prompt]
@@ -187,7 +190,8 @@ def axis_of(text: str, flow: Flow, source: Path) -> tuple[str, list[str]]:
     kinds, flag = written(flow.conditions), f"--grid {text}"
     examples = list(_kind_of(name, kinds, source, flag).examples[:MAX_CELLS])
     given = _values(name, values, kinds, source, flag) if values else examples
-    refuse({f"grid {text}": not given}, f"needs values: pass {name}=VALUE,VALUE")
+    if not given:
+        raise UsageError(f"{flag} needs values: pass {name}=VALUE,VALUE")
     return name, given
 
 
@@ -253,5 +257,6 @@ def names_of_results(path: Path, files: Sequence[Path], variants: int) -> Names:
     folder = path if path.is_dir() else path.parent
     stems = ["-".join(file.relative_to(folder).with_suffix("").parts) for file in files]
     [(name, count)] = Counter(stems).most_common(1)
-    refuse({"from_images": count > 1}, f"has two files for the result {name}: rename one")
+    if count > 1:
+        raise UsageError(f"--from_images has two files for the result {name}: rename one")
     return Names(stems, variants)

@@ -17,7 +17,7 @@ import tyro
 from rectified_flow.cli.budget import with_joined_time
 from rectified_flow.cli.hints import hints
 from rectified_flow.errors import DamageError, UsageError, first_line
-from rectified_flow.flags import C, defaults_of, flag_types, is_default, refuse, rules_of, values_of, with_values
+from rectified_flow.flags import C, defaults_of, flag_types, is_default, rules_of, values_of, with_values
 from rectified_flow.system.files import check_document, read_document
 from rectified_flow.system.terminal import at_least_wide, shown
 
@@ -235,7 +235,8 @@ def _from_file(config_class: type[C], path: Path, given: Collection[str]) -> dic
         raise DamageError(f"{path} is damaged: training must be an object with flags")
     flags = flags_in(document)
     unknown = sorted(flags.keys() - flag_types(config_class).keys())
-    refuse({f"config {path}": unknown}, f"sets flags that this program does not have: {', '.join(unknown)}")
+    if unknown:
+        raise UsageError(f"--config {path} sets flags that this program does not have: {', '.join(unknown)}")
     modules = typed_flags(config_class, {"import": flags.pop("import", [])}, path)["import"]
     if modules and "import" not in given:
         raise UsageError(f"--config {path} belongs to a run with --import {' '.join(modules)}: pass it again")

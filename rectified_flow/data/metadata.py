@@ -16,7 +16,6 @@ from torch import Tensor
 from rectified_flow.condition import Condition, Number, WrittenCondition, without_unit
 from rectified_flow.data.table_files import FILE_NAME
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import refuse
 from rectified_flow.registry import describe, find, names
 
 RESERVED = {
@@ -121,8 +120,10 @@ def choose_columns(
     registered = (find("condition_on", WrittenCondition, name) for name in names(WrittenCondition))
     kinds = {kind.column_type: kind for kind in registered}
     for column, named in types.items():
-        refuse({f"condition_on {column}": column not in columns}, f"does not exist in {source}: its columns are {has}")
-        refuse({f"condition_on {column}={named}": named not in ("", *kinds)}, f"is not a type: pass {', '.join(kinds)}")
+        if column not in columns:
+            raise UsageError(f"`condition_on` {column} does not exist in {source}: its columns are {has}")
+        if named not in ("", *kinds):
+            raise UsageError(f"`condition_on` {column}={named} is not a type: pass {', '.join(kinds)}")
     chosen = list[ColumnSpec]()
     for column in columns if every else types:
         values = list(columns[column])
@@ -132,7 +133,8 @@ def choose_columns(
             raise UsageError(f"`condition_on` {column} has no values (texts, numbers or lists of texts): leave it out")
         if spec is not None and not (every and spec.has_identifiers):
             chosen.append(spec)
-    refuse({"condition_on all": not chosen}, f"finds no suitable column in {source}: its columns are {has}")
+    if not chosen:
+        raise UsageError(f"`condition_on` all finds no suitable column in {source}: its columns are {has}")
     return chosen
 
 

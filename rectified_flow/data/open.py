@@ -19,7 +19,7 @@ from rectified_flow.data.sources.synthetic_flowers import SYNTHETIC_FLOWERS, Syn
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.data.store_writer import open_store
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import Positive, refuse
+from rectified_flow.flags import Positive
 from rectified_flow.parts import choose, split_part, typed_options
 from rectified_flow.registry import find, names, parameters_of, register
 from rectified_flow.system.files import printable, usable_path
@@ -105,8 +105,8 @@ class Pictures:
                 return cast(ImageSource, registered_dataset(words, self.image_size, self.cache_dir))
             if self.dataset == SYNTHETIC_FLOWERS:
                 return SyntheticFlowers(2 * max(self.framing.stored_size))
-            is_folder = os.path.isdir(self.dataset)
-            refuse({f"dataset {self.dataset}": is_folder}, f"is a folder: pass it as `dataset_path` {self.dataset}")
+            if os.path.isdir(self.dataset):
+                raise UsageError(f"`dataset` {self.dataset} is a folder: pass it as `dataset_path` {self.dataset}")
             return HuggingFaceSource(self.dataset, self.split, **self._columns)
         folder = usable_path("the folder", self.dataset_path).resolve()
         if not folder.is_dir():
@@ -115,8 +115,9 @@ class Pictures:
             raise UsageError(f"{folder} is not a folder" + f", but {what}" * bool(what))
         listing = list_folder(folder)
         table = find_dataset_file(folder, listing.files)
-        needless = {f"{name} {column}": bool(column) for name, column in self._columns.items()}
-        refuse(needless if table is None else {}, f"is for tables, and {folder} is a folder of files: leave it out")
+        for name, column in self._columns.items():
+            if column and table is None:
+                raise UsageError(f"`{name}` {column} is for tables, and {folder} is a folder of files: leave it out")
         if reader is not None:
             return cast(ImageSource, reader(folder, split=self.split, **typed_options("space", reader, options)))
         if table is not None:

@@ -8,7 +8,7 @@ from typing import Any, Unpack
 
 from huggingface_hub import HfApi, snapshot_download
 
-from rectified_flow.flags import refuse
+from rectified_flow.errors import UsageError
 from rectified_flow.flows.flow import Flow, network_of
 from rectified_flow.hub.card import CardContents, model_card
 from rectified_flow.load import build_flow
@@ -56,7 +56,8 @@ def save_pretrained(
 
 def claim_model(folder: Path) -> None:
     """Claim the file names of a model in ``folder``, as :func:`rectified_flow.system.artifact.claim` does."""
-    refuse({f"save_pretrained {folder}": is_run(folder)}, "belongs to a run: choose another folder")
+    if is_run(folder):
+        raise UsageError(f"`save_pretrained` {folder} belongs to a run: choose another folder")
     code = [PIPELINE_INDEX, PIPELINE.name, f"{PIPELINE_FOLDER}/{PIPELINE.name}"]
     claim(folder, [checkpoint.MODEL_FILE, CONFIG_FILE, *code])
 
