@@ -1,10 +1,11 @@
-"""Does a starter that has seen more pictures suit more? Three arms of equal training, one after the other.
+"""Does a starter that has seen more pictures suit more? Four arms of equal training, one after the other.
 
     python -m studies.starter --state runs/starter --arm b
 
-Arm a has the kinds of pictures of the present starter, arm b photographs too, and arm c photographs and renders. The
+Arm a has the kinds of pictures of the present starter, arm b photographs too, and arm c photographs and renders. Arm d
+has the pictures of arm b, and begins with the weights of the present starter, which has seen 864,000 images. The
 network, its settings and the number of images are the same in all arms, and so is their work; the processor time of
-each is recorded. The present starter has seen 864,000 images.
+each is recorded.
 
 Build the data with ``python -m studies.starter_data`` first. Start the same command again after a kill: the run
 resumes from its newest checkpoint. While a file ``PAUSE`` is in the folder of the state, the run waits after its step,
@@ -29,11 +30,13 @@ from torch.utils.data import Dataset
 from torchvision.utils import save_image
 
 from rectified_flow import Callback, RectifiedFlow, Small, Trainer, TrainingConfig, Unet, load_flow
+from rectified_flow.cli.training_flags import STARTERS
 from rectified_flow.flows.times import LogitNormal
 from rectified_flow.latents.space import Latents
+from rectified_flow.runs import checkpoint
 from studies.starter_data import LATENTS, VIEW, wait_while_paused, write
 
-Arm = Literal["a", "b", "c"]
+Arm = Literal["a", "b", "c", "d"]
 TODAY = {"openclipart": 0.45, "drawn": 0.28, "emoji": 0.155, "plasma": 0.07, "gnome": 0.035, "mate": 0.01}
 """Shares of the crops of the present starter, without six photographs of gnome-backgrounds 3.38."""
 DRAWINGS = {"openclipart": 0.25, "composed": 0.2, "drawn": 0.18, "emoji": 0.2, "words": 0.03, "plasma": 0.08}
@@ -51,6 +54,7 @@ ARMS: Mapping[Arm, Mapping[str, float]] = {
     "a": TODAY,
     "b": mixed((0.6, DRAWINGS), (0.4, PHOTOGRAPHS)),
     "c": mixed((0.4, DRAWINGS), (0.3, PHOTOGRAPHS), (0.3, RENDERS)),
+    "d": mixed((0.6, DRAWINGS), (0.4, PHOTOGRAPHS)),
 }
 """Shares of the sources in each arm."""
 NETWORK: Mapping[str, Any] = {"dim": 48, "dim_mults": (1, 2), "attention_sides": (8,), "blocks_per_level": 1}
@@ -174,6 +178,8 @@ def train(flags: Flags) -> None:
     data = Mixture(flags.state / "data", ARMS[flags.arm])
     set_seed(flags.seed)
     network = Unet(**NETWORK, channels=LATENTS[0], image_size=LATENTS[1])
+    if flags.arm == "d":
+        checkpoint.load_matching(network, checkpoint.resolve(STARTERS / "small"))  # a run that resumes loads its own
     flow = RectifiedFlow(network, space=space_of(flags.state / "data"), time_distribution=LogitNormal(stratified=True))
     steps = flags.images // BATCH
     config = TrainingConfig(
