@@ -53,10 +53,10 @@ def warm_up_note(run: TrainingConfig) -> str | None:
     return f"--lr_warmup_steps {warm_up:,} reaches {share}: pass fewer"
 
 
-def check_items(given: Collection[str], dataset: str) -> None:
+def check_items(changed: Collection[str], dataset: str) -> None:
     """Raise a UsageError if a flag is for pictures, and the data are items of a registered dataset."""
     rules = rules_of(TrainConfig)
-    for name in sorted(given):
+    for name in sorted(changed):
         if rules[name].for_pictures:
             raise UsageError(f"--{name} is for pictures, and --dataset {dataset} has items of another kind")
 

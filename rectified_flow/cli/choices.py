@@ -11,7 +11,7 @@ from accelerate import PartialState
 
 from rectified_flow.cli import facts, plan, reading
 from rectified_flow.cli.build import build_flow, choose_network, divisor_of
-from rectified_flow.cli.data import build_space, can_augment, could_augment
+from rectified_flow.cli.data import build_space, can_augment, is_augmentable
 from rectified_flow.cli.distill import recipe_of
 from rectified_flow.cli.framing import FramedFlags, framing_of
 from rectified_flow.cli.record import distillation_of
@@ -57,7 +57,9 @@ def with_pictures(
     if budget is not None and {"max_train_samples", "paired"}.isdisjoint(settings.given):
         whole = budget * (2 if values.program.one_step else 1)  # both runs need the pictures
         limited = reading.readable(source, settings.values.data, whole)
-        settings = settings.with_layer("plan", limited)
+        if limited and "holdout" not in settings.fixed:
+            limited |= {"holdout": plan.for_pictures(limited["max_train_samples"]).get("holdout", 0.0)}
+        settings = settings.with_layer("chosen", limited)
         notes += ["the plan chose `limit`, as reading all pictures takes too much of the time"] if limited else []
     return settings, notes
 
@@ -75,10 +77,10 @@ def with_recipe(settings: Settings[TrainConfig], source: ImageSource, budget: fl
             {} if values.data.space else plan.sizes_for(given, values.data.framing.shape[1:], values.data.autoencoder),
             plan.seconds_left(budget, facts.seconds_since(settings.began)),
             facts.precisions(values.run, values.method, settings.fixed),
-            lambda flags: speed_of(settings.with_layer("given", flags)),
+            lambda flags: speed_of(settings.with_layer("given", flags)),  # flags of a trial override all others
         )
     divisor = divisor_of(choose_network(values.network))
-    return settings.with_layer("plan", recipe(values.data, source, divisor, settings.fixed, size))
+    return settings.with_layer("chosen", recipe(values.data, source, divisor, settings.fixed, size))
 
 
 def recipe(
@@ -132,7 +134,7 @@ def chosen_size(
     state, is_free = PartialState(), sizes is plan.SIZES
     sides = reading.sides_of(source, data.crop) if is_free else [data.image_size]
     is_registered = not isinstance(source, FileFolder | HuggingFaceSource)  # such a dataset has the size of its flags
-    is_stored = bool(data.autoencoder) and not could_augment(data, source)  # the latents are stored: nothing to choose
+    is_stored = bool(data.autoencoder) and not is_augmentable(data, source)  # the latents are stored: nothing to choose
     if not sizes or not sides or (is_free and is_registered) or is_stored:
         return {}
 
@@ -154,7 +156,7 @@ def chosen_size(
         return reading.round_trip_error(source, replace(data, image_size=side, autoencoder=autoencoder))
 
     def augmentable(side: int, autoencoder: tuple[str, ...]) -> bool:
-        return could_augment(replace(data, image_size=side, autoencoder=autoencoder), source)
+        return is_augmentable(replace(data, image_size=side, autoencoder=autoencoder), source)
 
     made = plan.choose_size(count, int(median(sides)), seconds, measure, error, sizes=sizes, augmentable=augmentable)
     if made.reasons and not data.autoencoder:
@@ -177,16 +179,16 @@ def with_plan(
     values, distilled, elapsed = settings.values, distillation_of(settings.values), facts.seconds_since(settings.began)
     network, fixed = choose_network(values.network), settings.fixed
     if facts.is_free(network, values.network, settings.given):
-        fixed = fixed - {"network", *plan.UNET_FLAGS}
+        fixed = fixed - {"network", "dim", "dim_mults"}  # a name without arguments fixes no size
     of_origin, why_network = facts.network_of_origin(values.init, values.data, distilled, fixed)
-    settings = settings.with_layer("plan", of_origin)
+    settings = settings.with_layer("chosen", of_origin)
     is_default = not name_of(values.flow.flow) and name_of(values.network.network) == UNET
     is_plain = values.method == "rectified" and is_default and distilled is None
     # Another flow may draw no times.
     fixed = fixed | ({"time_distribution"} if name_of(values.flow.flow) else set())
     state = PartialState()
     stored = None if distilled is None else on_main(state, lambda: recipe_of(distilled))
-    suited = plan.for_pictures(count, augmentable=can_augment(space))
+    suited, latents = plan.for_pictures(count, augmentable=can_augment(space)), bool(values.data.autoencoder)
     known = plan.Facts(
         values.method,
         pictures=count,
@@ -199,11 +201,12 @@ def with_plan(
         processes=state.num_processes,
         device=state.device.type,
         batch=values.run.split_batch(state.num_processes).total if "batch_size" in fixed else None,
-        augment=values.data.augment if "augment" in fixed else suited.get("augment", 0.0),
+        # Of latents, it was chosen with the size, before the pictures were read.
+        augment=values.data.augment if "augment" in fixed or latents else suited.get("augment", 0.0),
         network=network.target,
         why_network=why_network,
         starter=facts.starter_of(values.init, values.data, space, settings.given, is_plain=is_plain),
-        latents=bool(values.data.autoencoder),
+        latents=latents,
         precisions=facts.precisions(values.run, values.method, fixed, stored),
         samples=distilled.recipe.pairs if distilled else 0,
         drawn=stored.pairs if stored else None,

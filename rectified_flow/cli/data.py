@@ -160,7 +160,7 @@ def build_space(data: DataConfig, found: Found | None = None, teacher: Space | N
     return space
 
 
-def could_augment(data: DataConfig, found: Found) -> bool:
+def is_augmentable(data: DataConfig, found: Found) -> bool:
     """Return whether the space of the flags would crop and augment training data if it were asked to."""
     return can_augment(_space_of(replace(data, augment=data.augment or 1.0), found))
 

@@ -1,6 +1,5 @@
 """The data of a run, open: pictures or items, their rows as the space stores them, and the rows that are held out."""
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,9 +64,10 @@ def open_data(
     description: RunData,
     found: Any,
     flags: DataConfig,
-    split_for: Collection[str],
     distilled: DistillationData | None,
     *,
+    split_is_given: bool,
+    stops: bool,
     recorded: Space | None,
     stores: bool,
 ) -> OpenData:
@@ -77,8 +77,9 @@ def open_data(
         description: the description of the data.
         found: the files of the data, or another dataset.
         flags: the flags of the pictures.
-        split_for: flags of the user that need held-out pictures; with any of them, a failed split is an error.
         distilled: the data of a teacher, if there is one. They are generated later, and nothing is held out of them.
+        split_is_given: whether the user gave the share to hold out.
+        stops: whether the run stops when it memorises.
         recorded: the space that the run has recorded, if it has begun.
         stores: whether the rows are stored in the form of their space, which takes long for latents.
     """
@@ -93,7 +94,7 @@ def open_data(
     space = build_space(flags, items, teacher)
     split = None
     if isinstance(description, PictureData) and distilled is None:
-        split = hold_out_pictures(items, description.holdout, description.seed, split_for)
+        split = hold_out_pictures(items, description.holdout, description.seed, is_given=split_is_given, stops=stops)
     items = with_sources(items, description, space)
     if distilled is not None or not stores:
         return OpenData(description, items, items, space, split)
@@ -101,20 +102,28 @@ def open_data(
     return OpenData(description, items, rows, space, split)
 
 
-def hold_out_pictures(pictures: ImageDataset, share: float, seed: int, split_for: Collection[str]) -> Split | None:
-    """Return the split of the pictures, or None if nothing is held out. Collective."""
+def hold_out_pictures(pictures: ImageDataset, share: float, seed: int, *, is_given: bool, stops: bool) -> Split | None:
+    """Return the split of the pictures, or None if nothing is held out. Collective.
+
+    Args:
+        pictures: the pictures.
+        share: the share to hold out; 0 for none.
+        seed: the seed of the split.
+        is_given: whether the user gave the share. A failed split is then an error, and otherwise a printed line.
+        stops: whether the run stops when it memorises, for which it needs held-out pictures.
+    """
     state = PartialState()
     if not share:
-        if "stop_when_memorising" in split_for:
+        if stops:
             needed = f"pass --holdout {plan.proposed_share(len(pictures)):g}"
             raise UsageError(f"--stop_when_memorising needs pictures to measure on: {needed}")
-        if len(pictures) < plan.MIN_TO_HOLD_OUT and not split_for:
+        if len(pictures) < plan.MIN_TO_HOLD_OUT and not is_given:
             text = f"none of {len(pictures)} pictures, as too few would be left"
             state.print(line("held out", text))
         return None
     split = hold_out(pictures, share, seed)
     if split.problem is not None:
-        if split_for:
+        if is_given or stops:
             raise UsageError(f"--holdout {share:g} leaves {split.problem}: change it, or pass --holdout 0")
         state.print(line("held out", f"nothing, as --holdout {share:g} leaves {split.problem}"))
         return None

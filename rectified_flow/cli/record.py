@@ -1,6 +1,6 @@
 """The recorded layers of a run's settings: flags of the run itself when it resumes, and flags of its teacher's run."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import fields
 from os.path import lexists
@@ -45,7 +45,7 @@ def names_of(*groups: type[Flags]) -> frozenset[str]:
 DATA_FLAGS = names_of(DataConfig, SourceConfig, ColumnConfig)
 INHERITED = DATA_FLAGS | names_of(NetworkConfig) | {"prediction"}
 """Flags that a student has from the run of its teacher."""
-OF_FIRST_RUN = INHERITED | names_of(InitConfig, FlowConfig) | {"sample_steps"}
+OF_FIRST_RUN = names_of(NetworkConfig, InitConfig, FlowConfig) | {"sample_steps"}
 """Flags that apply to the first run of ``--one_step`` only: the second run inherits them, or has its own values."""
 OF_COMMAND = names_of(TrainProgramConfig) - names_of(ProgramConfig)
 """Flags of the whole command, such as ``--budget``."""
@@ -110,17 +110,18 @@ def with_record(settings: Settings[C]) -> tuple[Settings[C], bool]:
     if values.method in ("mean_flow", "distill"):
         chosen["lr_decay"] = "cosine"
     if distilled is None:
-        return settings.with_layer("plan", {**chosen, "data_seed": values.run.seed}), False
+        return settings.with_layer("chosen", {**chosen, "data_seed": values.run.seed}), False
     source = on_main(state, lambda: _source_of(distilled))
     theirs = on_main(state, lambda: recorded_flags(source))
     teacher = Settings(TrainConfig, {"recorded": theirs}).values
     is_condition = teacher.source.is_given and not teacher.source.as_start
     has_conditions = teacher.network.use_cfg or bool(teacher.columns.condition_on) or is_condition
     _check_teacher(source, teacher.flow.prediction, distilled, has_conditions=has_conditions)
-    _check_inherited(source, theirs, settings.layers.get("given", {}), settings.given & INHERITED)
+    given = {**settings.layers.get("file", {}), **settings.layers.get("given", {})}
+    _check_inherited(source, theirs, {name: value for name, value in given.items() if name in INHERITED})
     # Augmented pictures would not be the ends of the teacher's paths.
     inherited = {name: value for name, value in theirs.items() if name in INHERITED} | {"augment": 0.0}
-    return settings.with_layer("teacher", inherited).with_layer("plan", chosen).resolving({"teacher": source}), False
+    return settings.with_layer("teacher", inherited).with_layer("chosen", chosen).resolving({"teacher": source}), False
 
 
 def distillation_of(values: TrainConfig) -> DistillationData | None:
@@ -196,10 +197,10 @@ def _check_teacher(source: Path, prediction: str, distilled: DistillationData, *
         raise UsageError(f"--guidance_scale needs conditions, and {source} has none")
 
 
-def _check_inherited(source: Path, theirs: Mapping[str, Any], given: Mapping[str, Any], names: Collection[str]) -> None:
+def _check_inherited(source: Path, theirs: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     """Raise a UsageError if a given flag contradicts the one of the teacher's run; those of this machine may differ."""
     rules = rules_of(TrainConfig)
-    for name in sorted(names):
-        if not rules[name].local and given.get(name) != theirs.get(name):
+    for name, value in sorted(given.items()):
+        if not rules[name].local and value != theirs.get(name):
             inherited = " ".join(command_line({name: as_plain(theirs.get(name), name)}))
             raise UsageError(f"--{name} has no effect with --teacher: the run inherits {inherited} of {source}")

@@ -25,10 +25,11 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 C_co = TypeVar("C_co", bound="DataclassInstance", covariant=True)
-Layer = Literal["default", "recorded", "teacher", "plan", "file", "given"]
+Layer = Literal["default", "recorded", "teacher", "chosen", "file", "given"]
 LAYERS: tuple[Layer, ...] = get_args(Layer)
 """The layers from the bottom up: defaults of the program; flags that the run began with; those of the run of its
-teacher; those that the recipe or the plan chose; those of the file of ``--config``; those of the command line."""
+teacher; those that the program chose, for example by a plan; those of the file of ``--config``; those of the command
+line."""
 Flags = Mapping[str, Any]
 """Values of flags by name."""
 OPTIONS = (tyro.conf.OmitArgPrefixes, tyro.conf.HelptextFromCommentsOff)
@@ -61,13 +62,12 @@ class Settings(Generic[C_co]):
     def resolving(self, flags: Flags) -> "Settings[C_co]":
         """Return settings with values in place of those that leave something open, such as an image size of 0.
 
-        A value stays in the layer that the open value comes from. The value of a flag that no layer sets is in the
-        layer of the plan.
+        A value stays in the layer that the open value comes from. The value of a flag that no layer sets was chosen.
         """
         layers = dict(self.layers)
         for name, value in flags.items():
             origin = self.origin(name)
-            layer: Layer = "plan" if origin == "default" else origin
+            layer: Layer = "chosen" if origin == "default" else origin
             layers[layer] = {**layers.get(layer, {}), name: value}
         return Settings(self.kind, layers, self.began)
 
@@ -95,6 +95,12 @@ class Settings(Generic[C_co]):
         rules = rules_of(self.kind)
         made = {rules[name].choice for name in self.given & rules.keys()} - {""}
         return self.given | {name for name, rule in rules.items() if rule.choice in made}
+
+    @cached_property
+    def changed(self) -> frozenset[str]:
+        """Names of the flags that the user gave with another value than the default."""
+        defaults, values = defaults_of(self.kind), values_of(self.values)
+        return frozenset(name for name in self.given if not is_default(values[name], defaults[name]))
 
     @cached_property
     def _folded(self) -> dict[str, tuple[Any, Layer]]:
@@ -229,7 +235,7 @@ def typed_flags(config_class: type[C], flags: Flags, source: object) -> dict[str
 
 
 def _from_file(config_class: type[C], path: Path, given: Collection[str]) -> dict[str, Any]:
-    """Return the flags in the file of ``--config`` that differ from the defaults."""
+    """Return the flags in the file of ``--config``, without values that leave something open."""
     document = read_document(path, dict[str, Any])
     if not isinstance(document.get("training", {}), Mapping):
         raise DamageError(f"{path} is damaged: training must be an object with flags")
@@ -240,9 +246,8 @@ def _from_file(config_class: type[C], path: Path, given: Collection[str]) -> dic
     modules = typed_flags(config_class, {"import": flags.pop("import", [])}, path)["import"]
     if modules and "import" not in given:
         raise UsageError(f"--config {path} belongs to a run with --import {' '.join(modules)}: pass it again")
-    defaults = values_of(config_class())
     values = typed_flags(config_class, flags, path)
-    return {name: value for name, value in values.items() if not is_default(value, defaults[name])}
+    return {name: value for name, value in values.items() if value not in (None, ())}
 
 
 def import_modules(modules: Sequence[str]) -> None:

@@ -89,19 +89,21 @@ def train_run(settings: Settings[TrainConfig]) -> bool:
     """Train one run by the flags, or print its plan; return whether it finished."""
     check_flags(settings.values, settings.given)
     state, program = join(settings.values), settings.values.program
-    set_seed(settings.values.run.seed)
 
     # Settings that the flags leave open are taken from the folders of the run, of its teacher and of the data.
     settings, has_begun = with_record(settings)
-    distilled, has_length = distillation_of(settings.values), "train_num_steps" in settings.fixed
-    asked = facts.budget_of(program) if settings.values.is_planned and not has_length else None
-    budget, chooses_data = None if has_begun else asked, not has_begun and distilled is None
+    set_seed(settings.values.run.seed)
+    distilled = distillation_of(settings.values)
+    is_timed = settings.values.is_planned and "train_num_steps" not in settings.fixed
+    asked = facts.budget_of(program) if is_timed else None
+    budget = None if has_begun else asked
+    chooses_data = not has_begun and distilled is None
     if budget is not None and not program.dry_run:
         settings = settings.begun_before(facts.time_used(settings.values.run.output_dir, budget))
     settings = settings.resolving(flags_of_files(settings.values.data, may_choose=chooses_data))
     data, found = find_data(settings.values.data, settings.values.source, settings.values.columns)
     if not isinstance(data, PictureData):
-        check_items(settings.given, data.name)
+        check_items(settings.changed, data.name)
     elif chooses_data:
         settings, notes = with_pictures(settings, data, found, budget)
         data, found = find_data(settings.values.data, settings.values.source, settings.values.columns, found)
@@ -120,9 +122,16 @@ def train_run(settings: Settings[TrainConfig]) -> bool:
         space.medium.prepare(state.device)
         known = on_main(state, lambda: recorded_space(values.run)) if has_begun else None
 
-    stops = values.evaluation.stop_when_memorising
-    split_for = settings.given.intersection({"holdout"}) | ({"stop_when_memorising"} if stops else set())
-    opened = open_data(data, found, values.data, split_for, distilled, recorded=known, stores=not program.dry_run)
+    opened = open_data(
+        data,
+        found,
+        values.data,
+        distilled,
+        split_is_given="holdout" in settings.given,
+        stops=values.evaluation.stop_when_memorising,
+        recorded=known,
+        stores=not program.dry_run,
+    )
     if values.network.use_cfg:
         columns = {name for name in opened.conditions if name != "labels"} if values.columns.condition_on else set()
         check_classes(opened.items, columns)
@@ -132,9 +141,10 @@ def train_run(settings: Settings[TrainConfig]) -> bool:
         clock = facts.resumed_clock(values.run.output_dir, time, settings.given, settings.began)
     elif budget is not None:
         settings, clock = with_plan(settings, budget, opened.count, opened.conditions, opened.space)
-    elif data.has_pictures or program.dry_run:
+    else:
         items = opened.count if distilled is None else distilled.recipe.pairs
-        facts.print_speed(values.run, speed_of(settings, opened.conditions, opened.space), items)
+        if data.has_pictures or program.dry_run:
+            facts.print_speed(values.run, speed_of(settings, opened.conditions, opened.space), items)
         settings = settings.resolving(facts.short_warm_up(values.run, items, settings.given))
     check_sides(settings.values.network, settings.values.data, opened.space)
     distilled = distillation_of(settings.values)  # the plan may have chosen the number of samples
@@ -186,8 +196,8 @@ def train_on(
         data, words = replace(data, rows=rows), [f"{len(rows):,} {rows.info.source}"]
     callbacks = build_callbacks(run, values.evaluation, flow, data, words, pictures)
     training, held_out = data.divide(data.rows)
-    texts_of = data.items if distilled is not None else held_out  # distillation data have no texts for previews
-    return Trainer(flow, training, run, callbacks=callbacks, preview_data=texts_of, clock=clock, **records).train()
+    previews = held_out if distilled is None else data.items  # distillation data have no texts for previews
+    return Trainer(flow, training, run, callbacks=callbacks, preview_data=previews, clock=clock, **records).train()
 
 
 def origin_of(init: InitConfig, data: DataConfig, distilled: DistillationData | None) -> Path | None:

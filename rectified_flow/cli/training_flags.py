@@ -210,9 +210,7 @@ class FlowConfig(Flags):
 class TeacherConfig(Flags):
     """The trained rectified flow whose samples are the training data of --method distill or reflow."""
 
-    teacher: Annotated[
-        Path | None, flag(for_pictures=True, excludes="augment holdout init_from stop_when_memorising")
-    ] = None
+    teacher: Annotated[Path | None, flag(for_pictures=True, excludes="augment init_from stop_when_memorising")] = None
     """Run or checkpoint of a rectified flow; data and network are those of its run."""
     teacher_samples: Annotated[
         Positive | None, flag(needs="teacher"), default_is("5000; 50000 with --method reflow")

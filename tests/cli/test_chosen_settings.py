@@ -256,6 +256,12 @@ def save(run: Path, step: int, flags: dict[str, object]) -> None:
     )
 
 
+def test_a_given_dropout_is_kept() -> None:
+    assert chosen(800)["dropout"] == 0.0
+    flags = chosen(800, "--dropout 0.3 --budget 1h")
+    assert (flags["dropout"], flags["dim"]) == (0.3, chosen(800, "--budget 1h")["dim"])
+
+
 def test_stratified_times_are_not_chosen_for_other_flows_or_times() -> None:
     assert chosen(2000)["time_distribution"] == ["stratified=True"]
     assert chosen(2000, "--flow distance=pseudo_huber")["time_distribution"] == ["stratified=True"]
@@ -273,6 +279,7 @@ def test_stratified_times_are_not_chosen_for_other_flows_or_times() -> None:
         (TrainConfig, "--autoencoder Haar", {"starter": "unsuited", "augment": 0}),
         (TrainConfig, "--autoencoder small", {"starter": "suited", "latents": True, "augment": 0}),
         (TrainConfig, "--autoencoder small --init_from none", {"starter": "unsuited"}),
+        (TrainConfig, "--autoencoder small --crop random", {"augment": 0}),  # it was not chosen with the size
         (TrainConfig, "--autoencoder small --image_size 256", {"starter": "unsuited", "sides": (32, 32)}),
         *(
             (TrainConfig, f"--dataset {name} --budget 1h --autoencoder small", {"starter": starter})

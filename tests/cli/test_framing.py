@@ -56,14 +56,28 @@ def test_a_limit_of_the_plan_is_said(tmp_path: Path, limited: dict[str, int]) ->
     ):
         settings, notes = choices.with_pictures(settings, data, found, 3600.0)
     said = "the plan chose `limit`, as reading all pictures takes too much of the time"
-    assert (said in notes) == bool(limited) == (settings.origin("max_train_samples") == "plan")
+    assert (said in notes) == bool(limited) == (settings.origin("max_train_samples") == "chosen")
+
+
+@pytest.mark.parametrize(("words", "share"), [("", 0.05), ("--holdout 0.01", 0.01)])
+def test_the_held_out_share_suits_the_pictures_that_are_read(tmp_path: Path, words: str, share: float) -> None:
+    save(tmp_path / "pics/a.png", 16, 16, 3)
+    settings, _ = framed(tmp_path / "pics", words)
+    data, found = find_data(settings.values.data, settings.values.source, settings.values.columns)
+    assert isinstance(data, PictureData)
+    with (
+        patch.object(reading, "readable", lambda *_: {"max_train_samples": 700}),
+        patch.object(choices, "with_recipe", lambda given, *_: given.with_layer("chosen", {"holdout": 0.01})),
+    ):
+        settings, _ = choices.with_pictures(settings, data, found, 3600.0)
+    assert settings.values.data.holdout == share
 
 
 def test_grey_pictures_train_one_channel(tmp_path: Path) -> None:
     save(tmp_path / "pics/a.png", 16, 16)
     settings, [note] = framed(tmp_path / "pics")
     assert settings.values.data.framing.shape == build_space(settings.values.data).shape == (1, 16, 16)
-    assert settings.origin("grey") == "plan"
+    assert settings.origin("grey") == "chosen"
     assert note.startswith("all pictures are grey, so the samples are grey, too")
 
 

@@ -15,6 +15,7 @@ from rectified_flow.cli.model_flags import EvaluateConfig, ExportConfig, SampleC
 from rectified_flow.cli.record import distillation_of, with_record
 from rectified_flow.cli.settings import Settings, read_settings
 from rectified_flow.cli.training_flags import OneStepConfig, TrainConfig
+from rectified_flow.errors import UsageError
 from rectified_flow.flags import recorded
 from rectified_flow.runs import checkpoint
 from rectified_flow.studio.flags import StudioConfig
@@ -36,12 +37,12 @@ def origins(settings: Settings[TrainConfig], *names: str) -> list[str]:
 
 
 def test_the_uppermost_layer_that_has_a_value_counts() -> None:
-    settings = Settings(TrainConfig, {"given": {"dim": 8}, "plan": {"dim": 16, "holdout": 0.2, "seed": 1}})
+    settings = Settings(TrainConfig, {"given": {"dim": 8}, "chosen": {"dim": 16, "holdout": 0.2, "seed": 1}})
     settings = settings.with_layer("recorded", {"seed": 2, "image_size": 32})
     values = settings.values
     assert (values.network.dim, values.data.holdout, values.run.seed, values.data.image_size) == (8, 0.2, 1, 32)
     assert origins(settings, "dim", "holdout", "seed", "image_size", "crop") == [
-        *("given", "plan", "plan", "recorded", "default"),
+        *("given", "chosen", "chosen", "recorded", "default"),
     ]
     assert settings.given == {"dim"}
     assert {"dim", "dim_mults", "network"} <= settings.fixed
@@ -56,7 +57,7 @@ def test_a_value_hides_what_it_excludes_in_the_layers_below() -> None:
 
 def test_a_value_that_is_resolved_stays_in_its_layer() -> None:
     settings = settings_of("--image_size 0").resolving({"image_size": 48, "aspect_ratio": "3:2"})
-    assert origins(settings, "image_size", "aspect_ratio") == ["given", "plan"]
+    assert origins(settings, "image_size", "aspect_ratio") == ["given", "chosen"]
     assert settings.values.data.image_size == 48
 
 
@@ -79,7 +80,7 @@ def test_after_a_plan_every_setting_is_recorded_or_given(tmp_path: Path, has_che
     source, run = save(tmp_path / "teacher", dim=24), tmp_path / "run"
     given = "--method reflow --seed 5 --output_dir " + str(run)
     begun, _ = with_record(settings_of(f"{given} --teacher {tmp_path}/teacher"))
-    planned = begun.with_layer("plan", {"global_batch_size": 24, "train_num_steps": 70, "optimizer": ("muon",)})
+    planned = begun.with_layer("chosen", {"global_batch_size": 24, "train_num_steps": 70, "optimizer": ("muon",)})
     flags = recorded(planned.values)
     distilled = distillation_of(planned.values)
     assert distilled is not None
@@ -104,18 +105,19 @@ def test_origins_of_a_run_that_begins(tmp_path: Path) -> None:
     settings, has_begun = with_record(settings_of(f"--output_dir {tmp_path}/new --seed 5", OneStepConfig))
     assert not has_begun
     assert origins(settings, "method", "data_seed", "lr_decay", "seed", "dim") == [
-        *("plan", "plan", "plan", "given", "default"),
+        *("chosen", "chosen", "chosen", "given", "default"),
     ]
     assert (settings.values.flow.method, settings.values.data.data_seed) == ("mean_flow", 5)
 
 
 def test_origins_with_a_teacher(tmp_path: Path) -> None:
-    source = save(tmp_path / "teacher", dim=24, image_size=16, data_seed=3, augment=0.15)
+    source = save(tmp_path / "teacher", dim=24, image_size=16, data_seed=3, augment=0.15, holdout=0.2)
     words = f"--teacher {tmp_path}/teacher --output_dir {tmp_path}/student"
     settings, _ = with_record(settings_of(words, OneStepConfig))
     assert origins(settings, "dim", "image_size", "data_seed", "teacher") == ["teacher", "teacher", "teacher", "given"]
     values = settings.values
     assert (values.network.dim, values.data.image_size, values.data.augment) == (24, 16, 0.0)
+    assert values.data.holdout == 0.2, "the student never sees the pictures that the teacher has not seen"
     assert (values.teacher.teacher, values.data.data_seed) == (source, 3)
 
 
@@ -123,8 +125,32 @@ def test_origins_with_a_file(tmp_path: Path) -> None:
     file = tmp_path / "flags.json"
     file.write_text(json.dumps({"dim": 24, "seed": 4, "learning_rate": 3e-4}))
     settings = settings_of(f"--config {file} --seed 5")
-    assert origins(settings, "dim", "seed", "learning_rate") == ["file", "given", "default"]
-    assert settings.given == {"dim", "seed", "config"}
+    assert origins(settings, "dim", "seed", "learning_rate", "batch_size") == ["file", "given", "file", "default"]
+    assert settings.given == {"dim", "seed", "config", "learning_rate"}, "also at its default"
+    assert settings.changed == {"dim", "seed", "config"}
+
+
+def test_a_run_is_repeated_by_its_file(tmp_path: Path) -> None:
+    """Values that the program would choose for a new run are those of the file, at their defaults, too."""
+    begun, _ = with_record(settings_of(f"--output_dir {tmp_path}/a --lr_decay none --no_grey", OneStepConfig))
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"training": recorded(begun.values)}))
+    again, _ = with_record(settings_of(f"--config {file} --output_dir {tmp_path}/b", OneStepConfig))
+    assert again.values.run.lr_decay == begun.values.run.lr_decay == "none"
+    assert {"grey", "horizontal_flip", "lr_decay"} <= again.given
+    assert recorded(again.values) == recorded(begun.values)
+
+
+def test_a_student_is_repeated_by_its_file(tmp_path: Path) -> None:
+    save(tmp_path / "teacher", dim=24, data_seed=3, holdout=0.2, horizontal_flip=False)
+    words = f"--teacher {tmp_path}/teacher --output_dir {tmp_path}/student"
+    begun, _ = with_record(settings_of(words, OneStepConfig))
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"training": recorded(begun.values)}))
+    again, _ = with_record(settings_of(f"--config {file} --output_dir {tmp_path}/again", OneStepConfig))
+    assert again.values.data == begun.values.data
+    with pytest.raises(UsageError, match="--dim has no effect with --teacher: the run inherits --dim 24"):
+        with_record(settings_of(f"--config {file} --dim 16 --output_dir {tmp_path}/again", OneStepConfig))
 
 
 @pytest.mark.parametrize("given", ["", "--gradient_accumulation_steps 2"])

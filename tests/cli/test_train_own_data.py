@@ -124,8 +124,8 @@ def train_on_rows(rows: Any, config: TrainingConfig) -> tuple[str, int]:
 
 def test_a_dataset_without_items_is_refused() -> None:
     data: Any = SimpleNamespace(open=lambda _found: [], name="nothing", has_pictures=False)
-    with pytest.raises(UsageError, match="`dataset` nothing has no items"):
-        open_data(data, None, DataConfig(), (), None, recorded=None, stores=True)
+    with pytest.raises(UsageError, match="--dataset nothing has no items"):
+        open_data(data, None, DataConfig(), None, split_is_given=False, stops=False, recorded=None, stores=True)
 
 
 def test_a_warm_up_that_never_ends_is_printed() -> None:
