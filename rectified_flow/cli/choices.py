@@ -1,6 +1,6 @@
 """The settings that a run chooses by itself, from its pictures and from its budget."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from math import ceil
 from statistics import median
@@ -74,7 +74,7 @@ def with_recipe(settings: Settings[TrainConfig], source: ImageSource, budget: fl
         size = chosen_size(
             source,
             values.data,
-            {} if values.data.space else plan.sizes_for(given, values.data.framing.shape[1:], values.data.autoencoder),
+            given,
             plan.seconds_left(budget, facts.seconds_since(settings.began)),
             facts.precisions(values.run, values.method, settings.fixed),
             lambda flags: speed_of(settings.with_layer("given", flags)),  # flags of a trial override all others
@@ -116,7 +116,7 @@ def recipe(
 def chosen_size(
     source: ImageSource,
     data: DataConfig,
-    sizes: Mapping[plan.Size, int],
+    given: Collection[str],
     seconds: float,
     precisions: Sequence[str | None],
     speed_of: Callable[[Mapping[str, Any]], Speed],
@@ -126,12 +126,13 @@ def chosen_size(
     Args:
         source: the pictures.
         data: the flags of the pictures.
-        sizes: the sizes to choose from.
+        given: names of the flags that the user gave, of those that fix the size.
         seconds: the time that is left [s].
         precisions: the precisions to choose from.
         speed_of: measures the speed of a run with other flags.
     """
-    state, is_free = PartialState(), sizes is plan.SIZES
+    state, is_free = PartialState(), not given
+    sizes = {} if data.space else plan.sizes_for(given, data.framing.shape[1:], data.autoencoder)
     sides = reading.sides_of(source, data.crop) if is_free else [data.image_size]
     is_registered = not isinstance(source, FileFolder | HuggingFaceSource)  # such a dataset has the size of its flags
     is_stored = bool(data.autoencoder) and not is_augmentable(data, source)  # the latents are stored: nothing to choose
@@ -158,7 +159,10 @@ def chosen_size(
     def augmentable(side: int, autoencoder: tuple[str, ...]) -> bool:
         return is_augmentable(replace(data, image_size=side, autoencoder=autoencoder), source)
 
-    made = plan.choose_size(count, int(median(sides)), seconds, measure, error, sizes=sizes, augmentable=augmentable)
+    override = "--image_size overrides the choice" if is_free else "--autoencoder without a name trains on pixels"
+    made = plan.choose_size(
+        count, int(median(sides)), seconds, measure, error, sizes=sizes, augmentable=augmentable, override=override
+    )
     if made.reasons and not data.autoencoder:
         state.print(lines(made.reasons))
     return made.settings

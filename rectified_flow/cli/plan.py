@@ -234,6 +234,7 @@ def choose_size(
     *,
     sizes: Mapping[Size, int] = SIZES,
     augmentable: Callable[[int, tuple[str, ...]], bool] = lambda _size, _autoencoder: True,
+    override: str = "--image_size overrides the choice",
 ) -> Plan:
     """Choose the largest size of the pictures for which there is enough time; no settings if there is none.
 
@@ -248,11 +249,9 @@ def choose_size(
         error: returns how much an autoencoder changes the pictures at a size.
         sizes: the sizes to choose from.
         augmentable: returns whether pictures can be augmented at a size.
+        override: how a user chooses another size, in words.
     """
     spoiled, rate_of = "", cache(lambda size, autoencoder: measure(size, autoencoder).rate)
-    override = "--image_size overrides the choice"
-    if sizes is not SIZES:
-        override = "--autoencoder without a name trains on pixels"
     for (size, autoencoder), min_images in sizes.items():
         if side < MIN_SHARE_OF_SIDE * size:
             continue

@@ -142,7 +142,7 @@ def train_run(settings: Settings[TrainConfig]) -> bool:
     elif budget is not None:
         settings, clock = with_plan(settings, budget, opened.count, opened.conditions, opened.space)
     else:
-        items = opened.count if distilled is None else distilled.recipe.pairs
+        items = rows_of(opened, distilled)
         if data.has_pictures or program.dry_run:
             facts.print_speed(values.run, speed_of(settings, opened.conditions, opened.space), items)
         settings = settings.resolving(facts.short_warm_up(values.run, items, settings.given))
@@ -178,8 +178,7 @@ def train_on(
         state.print(line("values", scale))
     if values.program.dry_run:
         accelerator, shown = build_accelerator(run), f"{data.description.name} at {values.data.framing.size_text} px"
-        items = data.count if distilled is None else distilled.recipe.pairs
-        accelerator.print(summarize(run, accelerator, flow, shown, items))
+        accelerator.print(summarize(run, accelerator, flow, shown, rows_of(data, distilled)))
         if pictures is not None:
             write_sheet_of_dry_run(flow, pictures, words, run, mirrored=values.data.horizontal_flip)
             write_plan(recorded(values), pictures, words)
@@ -198,6 +197,11 @@ def train_on(
     training, held_out = data.divide(data.rows)
     previews = held_out if distilled is None else data.items  # distillation data have no texts for previews
     return Trainer(flow, training, run, callbacks=callbacks, preview_data=previews, clock=clock, **records).train()
+
+
+def rows_of(data: OpenData, distilled: DistillationData | None) -> int:
+    """Return the number of items in an epoch of a run, which may be those that a teacher generates."""
+    return data.count if distilled is None else distilled.recipe.pairs
 
 
 def origin_of(init: InitConfig, data: DataConfig, distilled: DistillationData | None) -> Path | None:

@@ -3,7 +3,8 @@
 A picture passes through these modules in order:
 
 - ``open`` finds the source that the arguments name. ``sources`` has the contract of a source.
-- ``build`` decodes each picture once, into a store. All processes write latents, captions and the data of a teacher.
+- ``store_writer`` decodes each picture once, into a store. All processes write latents, captions and the data of a
+  teacher.
 - ``store`` reads a batch of the store, with its conditions.
 - ``stream`` decides which pictures each batch contains.
 """

@@ -191,7 +191,11 @@ class Run:
         self.log.start_trackers(self.document, run_id)
 
     def save(self, step: int, tensors: Tensors, counters: Document, *, best: bool) -> Path:
-        """Write a checkpoint in the background and return its path. If the disk is full, warn and keep the previous."""
+        """Write a checkpoint in the background, and return the path that it will have.
+
+        If the disk is full, the run warns and keeps the previous checkpoint. :meth:`finish` raises an error if the last
+        checkpoint was not written.
+        """
         if self.accelerator.is_main_process:
             self.write_status(running=True)
             with suppress(OSError):  # the lines are written with later ones

@@ -48,10 +48,10 @@ class DataFacts:
 class Space(ABC):
     """A map between the data that a dataset stores and the ``x`` that a flow works on.
 
-    A flow augments and encodes each training batch, and decodes what it generates. Nothing else in the package knows
-    ranges, types or channels of the data. People see the data in their :attr:`medium`. Register a subclass
-    and keep its constructor's arguments as attributes, and checkpoints can name it. All random draws are in
-    :meth:`augment`, from :mod:`rectified_flow.randomness`.
+    A flow augments and encodes each training batch, and decodes what it generates, without knowing ranges, types or
+    channels of the data. People see the data in their :attr:`medium`. Register a subclass and keep its constructor's
+    arguments as attributes, and checkpoints can name it. All random draws are in :meth:`augment`, from
+    :mod:`rectified_flow.randomness`.
     """
 
     key: ClassVar[str] = "images"
