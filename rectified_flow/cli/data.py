@@ -1,5 +1,6 @@
 """From flags to the data of a run: their description, their space, and a summary of them."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import gcd
 from typing import Any, cast
@@ -105,15 +106,15 @@ def flags_of_files(data: DataConfig, *, may_choose: bool = True) -> dict[str, An
         _, found = find_data(sized, SourceConfig(), ColumnConfig())
         if not isinstance(found, ImageSource):
             raise UsageError("--image_size 0 is for pictures: pass the size of the items")
-        width, height = _first_size(found, skips_broken=data.skip_broken_images)
+        width, height = _first_size(found, found.numbers_without(data.exclude), skips_broken=data.skip_broken_images)
         common = gcd(width, height)
         flags |= {"image_size": min(width, height), "aspect_ratio": f"{width // common}:{height // common}"}
     return flags
 
 
-def _first_size(source: ImageSource, *, skips_broken: bool) -> tuple[int, int]:
-    """Return the width and the height of the first picture [px], or of the first that is not broken."""
-    for number in range(len(source)):
+def _first_size(source: ImageSource, numbers: Sequence[int], *, skips_broken: bool) -> tuple[int, int]:
+    """Return the width and the height of the first of some pictures [px], or of the first that is not broken."""
+    for number in numbers:
         try:
             return source.size_of(number)
         except Exception as error:  # decoders raise exceptions of many types

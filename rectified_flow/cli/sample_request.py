@@ -4,11 +4,13 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
 
@@ -16,6 +18,7 @@ from rectified_flow.cli.model_flags import PicturesConfig
 from rectified_flow.cli.sample_names import Names, is_sheet
 from rectified_flow.condition import Labels, WrittenCondition, example_texts, read_written, written
 from rectified_flow.data.degraded import degraded
+from rectified_flow.data.description import PictureData
 from rectified_flow.data.sources.listing import find_files
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.evaluation.evaluator import AT_ONCE, render_sources
@@ -24,6 +27,7 @@ from rectified_flow.load import Trained
 from rectified_flow.randomness import Samples, deterministic
 from rectified_flow.spaces.degradations import Degradation
 from rectified_flow.spaces.medium import PREVIEW, Medium
+from rectified_flow.spaces.pictures import Pictures
 from rectified_flow.spaces.space import Space
 from rectified_flow.system.files import LONGEST, read_lines
 from rectified_flow.system.pictures import fit, open_picture, upright_size
@@ -88,8 +92,10 @@ def _from_pictures(path: Path, flags: PicturesConfig, trained: Trained, options:
     _check_translation(flags, trained)
     translates = flow.takes_source or flags.mask is not None
     files = find_inputs(path, space.medium)[: flags.num_samples or (None if translates else NUM_SAMPLES)]
-    images = torch.stack([_read("from_images", file, space.medium.read) for file in files])
-    mask = None if flags.mask is None else load_mask(flags.mask, files, space.medium)
+    how = framing_of(trained)
+    read = partial(space.medium.read, **how)
+    images = torch.stack([_read("from_images", file, read) for file in files])
+    mask = None if flags.mask is None else load_mask(flags.mask, files, space.medium, pad=how.get("pad", False))
     seen = space.medium.stored(images.to(flow.device)).cpu()
     if not translates:
         start = {"start": seen, "strength": flags.strength or STRENGTH}
@@ -222,6 +228,16 @@ def find_inputs(path: Path, medium: Medium) -> list[Path]:
     return files
 
 
+def framing_of(trained: Trained) -> dict[str, Any]:
+    """Return how the run of a flow framed its pictures, or the sources of a translation, as arguments of ``read``."""
+    data = trained.data
+    if not isinstance(data, PictureData) or not isinstance(trained.flow.space.medium, Pictures):
+        return {}
+    framing = data.pictures.framing
+    resize = framing.resize if data.sources is None else data.sources.resize
+    return {"bits": framing.bits, "pad": framing.crop == "none", "resize": resize}
+
+
 def _read(flag: str, path: Path, read: Callable[[Path], Tensor]) -> Tensor:
     try:
         return read(path)
@@ -229,22 +245,30 @@ def _read(flag: str, path: Path, read: Callable[[Path], Tensor]) -> Tensor:
         raise UsageError(f"--{flag} {path} cannot be read ({first_line(error)}): remove it") from error
 
 
-def load_mask(path: Path, files: Sequence[Path], medium: Medium) -> Tensor:
+def load_mask(path: Path, files: Sequence[Path], medium: Medium, *, pad: bool = False) -> Tensor:
     """Read ``--mask`` as bool ``[1, 1, h, w]``, true where it is white; transparent parts are not white.
+
+    Args:
+        path: the mask.
+        files: the pictures that it is for.
+        medium: the medium of the pictures.
+        pad: whether the pictures are padded instead of cropped. Their margins are kept.
 
     Raises:
         UsageError: if the mask cannot be read, or its transparent parts leave open what is to be generated.
     """
     height, width = medium.sides
-    rgba = _read("mask", path, lambda path: pil_to_tensor(fit(open_picture(path), (width, height), mode="RGBA")))
-    is_seen = rgba[3] > HALF
-    mask = (rgba[:3].amax(dim=0) > HALF) & is_seen
+    framed = partial(fit, size=(width, height), mode="RGBA", pad=pad)
+    rgba = _read("mask", path, lambda path: pil_to_tensor(framed(open_picture(path))))
+    size = upright_size(open_picture(path))
+    is_margin = pil_to_tensor(framed(Image.new("RGB", size)))[3] <= HALF
+    is_white = (rgba[:3].amax(dim=0) > HALF) & (rgba[3] > HALF)
+    is_seen, mask = (rgba[3] > HALF) | is_margin, is_white & ~is_margin
     if not is_seen.all() and not mask.equal(is_seen):
         unclear = "has transparent parts beside dark ones, so that it is unclear what is generated"
         raise UsageError(f"--mask {path} {unclear}: save it without transparency, white where pixels are generated")
     if not mask.any():
         raise UsageError(f"--mask {path} has no white pixels, so that nothing is generated: paint these parts white")
-    size = upright_size(open_picture(path))
     for file in files:
         if (other := medium.size_of(file)) != size:
             sizes = f"has {size_text(*size)} px, and {file} of --from_images {size_text(*other)} px"

@@ -282,20 +282,21 @@ def pair_by_name(
     names to ``exclude`` may have a partner, as they are left out of the pictures alone.
     """
     mine, theirs = ([str(Path(name).with_suffix("")) for name in each.names] for each in (pictures, source))
+    found = _partners([*pictures.names, *exclude], source.names)
     partners = [
         row if row is not None and _is_alike(original, source.originals[row]) else -1
-        for original, row in zip(pictures.originals, _partners(pictures.names, source.names), strict=True)
+        for original, row in zip(pictures.originals, found[: len(pictures)], strict=True)
     ]
-    paired, taken = [row for row, partner in enumerate(partners) if partner >= 0], {*partners}
-    excluded = {str(Path(name).with_suffix("")) for name in exclude}
+    paired = [row for row, partner in enumerate(partners) if partner >= 0]
+    taken = {*partners, *found[len(pictures) :]}
     lonely = {mine[row] for row, partner in enumerate(partners) if partner < 0}
     lonely |= {name for row, name in enumerate(theirs) if row not in taken}
-    if alone := sorted(lonely - excluded):
+    if alone := sorted(lonely):
         where = f"`source_path` {source.info.source} and `dataset_path` {pictures.info.source}"
-        found = f"{len(alone)} pictures in {where} have no partner of the same name and shape, such as {alone[0]}"
+        missing = f"{len(alone)} pictures in {where} have no partner of the same name and shape, such as {alone[0]}"
         if not paired or not skip_unpaired:
-            raise UsageError(f"{found}: add the partner, or pass `skip_broken_images`")
-        pictures = pictures.changed(remarks=(*pictures.remarks, f"{found}; they are left out"))
+            raise UsageError(f"{missing}: add the partner, or pass `skip_broken_images`")
+        pictures = pictures.changed(remarks=(*pictures.remarks, f"{missing}; they are left out"))
     return pictures.changed(source=source, partners=np.asarray(partners)).subset(paired)
 
 

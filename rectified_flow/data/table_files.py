@@ -229,7 +229,8 @@ def _separated_rows(text: str, layout: Layout) -> Iterator[Row]:
     last = len(titles) - 1
     for row in islice(filter(None, reader), layout.skipped, None):
         cells = [*row[:last], layout.separator.join(row[last:])]  # a caption without quotes may have the separator
-        yield {name: with_point(cell.strip()) for name, cell in zip(titles, cells, strict=False)}
+        named = {name: cell.strip() for name, cell in zip(titles, cells, strict=False)}
+        yield named if layout.separator == "," else {name: with_point(cell) for name, cell in named.items()}
 
 
 def json_rows(text: str) -> Iterator[Row]:

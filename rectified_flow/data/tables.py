@@ -64,6 +64,12 @@ def read_metadata(
     for path, rows in found.items():
         for column, values in _columns_of(path, rows, names, len(files), said, is_only=len(found) == 1).items():
             before = columns.get(column, [None] * len(files))
+            both = zip(before, values, strict=True)
+            differing = next((row for row, (old, new) in enumerate(both) if old and new and old != new), None)
+            if differing is not None:
+                what = f"the column {column} of {path.name}, which another table has, too"
+                said.append(f"left out {what}, and which differs for {printable(files[differing].name)}")
+                continue
             columns[column] = [old if new is None else new for old, new in zip(before, values, strict=True)]
     texts = {} if TEXT in columns else _texts_beside(everything, files, said)
     notes += [each for each in said if each not in notes]
@@ -79,7 +85,9 @@ def _columns_of(
     for values in rows:
         name = values.pop(FILE_NAME, None)
         row = names.find(name, path.parent)
-        if row is None:
+        # The only metadata file may name pictures anywhere; one of several may not describe those of another.
+        is_elsewhere = row is not None and not Path(names.paths[row]).is_relative_to(normal(path.parent))
+        if row is None or (is_elsewhere and path.name in METADATA_FILES and not is_only):
             absent.append(name)
             continue
         known.add(row)

@@ -73,20 +73,22 @@ class Measurements(Medium):
     @property
     @override
     def input_suffixes(self) -> Collection[str]:
-        return {self.suffix, self.suffix.replace(".tif", ".tiff")}
+        suffix = self.space.source_space.files["suffix"]
+        return {suffix, suffix.replace(".tif", ".tiff")}
 
     @override
     def read(self, file: Path) -> Tensor:
         """Read a field of the type of the sources, or of the data; float32 in physical units, of this shape."""
-        values, how, _ = read_field(file, self.space.files["channels_last"])
-        if str(how) != (wanted := self.space.source_space.medium.noun):
+        sources = self.space.source_space
+        values, how, _ = read_field(file, sources.files["channels_last"])
+        if str(how) != (wanted := sources.medium.noun):
             raise ValueError(f"it has {how}, not {wanted}")
         height, width = self.sides
         return torch.from_numpy(fit_field(values, (width, height)).astype(np.float32))
 
     @override
     def size_of(self, file: Path) -> tuple[int, int]:
-        _, height, width = read_field(file, self.space.files["channels_last"])[0].shape
+        _, height, width = read_field(file, self.space.source_space.files["channels_last"])[0].shape
         return width, height
 
     @override

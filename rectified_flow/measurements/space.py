@@ -21,7 +21,7 @@ from rectified_flow.parts import choose_named
 from rectified_flow.registry import Document, register
 from rectified_flow.spaces.augmentation import augmented
 from rectified_flow.spaces.pixels import cropped, mirrored
-from rectified_flow.spaces.space import DataFacts, Space, dequantised
+from rectified_flow.spaces.space import DataFacts, Space, dequantised, with_augmentation
 
 
 class Transform(ABC):
@@ -193,7 +193,7 @@ class Fields(Space):
     @property
     @override
     def source_space(self) -> "Fields":
-        return self.sources or self
+        return with_augmentation(self.sources, self.augmentation) if self.sources else self
 
     @override
     def augment(self, data: Tensor) -> tuple[Tensor, Values]:

@@ -64,13 +64,22 @@ class Pictures(Medium):
         return {".png": encoded(content, **options)}
 
     @override
-    def read(self, file: Path) -> Tensor:
+    def read(self, file: Path, *, bits: int = 16, pad: bool = False, resize: str = "lanczos") -> Tensor:
+        """Read a picture in the size of the space.
+
+        Args:
+            file: the file.
+            bits: number of bits of the values in files of 16 bits.
+            pad: show the whole picture, padded with white, instead of cropping its centre.
+            resize: name of Pillow's filter.
+        """
         from torchvision.transforms.functional import pil_to_tensor
 
-        from rectified_flow.system.pictures import fit, open_picture
+        from rectified_flow.system.pictures import decoded, framed, open_picture
 
         channels, height, width = self.picture_shape
-        return pil_to_tensor(fit(open_picture(file), (width, height), mode=MODES[channels]))
+        picture = decoded(open_picture(file), 2 * max(width, height), bits)
+        return pil_to_tensor(framed(picture, (width, height), mode=MODES[channels], pad=pad, resize=resize))
 
     @override
     def size_of(self, file: Path) -> tuple[int, int]:

@@ -17,7 +17,8 @@ from PIL import Image
 
 from rectified_flow.cli.data import flags_of_files
 from rectified_flow.cli.training_flags import DataConfig
-from rectified_flow.data.open import open_dataset, space_of_folder
+from rectified_flow.data.description import PictureData, Sources
+from rectified_flow.data.open import Pictures, open_dataset, space_of_folder
 from rectified_flow.data.sources import listing
 from rectified_flow.data.sources.folder import FileFolder
 from rectified_flow.data.sources.listing import find_files
@@ -242,6 +243,24 @@ def test_partners_have_the_same_name_in_any_spelling_that_is_unique(tmp_path: Pa
     found = [f"{mine.names[row]}={theirs.names[paired.partners[row]]}" for row in paired.rows.tolist()]
     assert sorted(found) == sorted(PAIRS[kind][2].split())
     assert any("have no partner" in remark for remark in paired.remarks) == ({len(mine), len(theirs)} != {len(found)})
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "excluded", "count"),
+    [
+        ("0001.png 0002.png 0003.png", "0001x4.png 0002x4.png 0003x4.png", "0001.png", 2),
+        ("1.jpg 1.png 2.png", "1.jpg 1.bmp 2.png", "1.jpg", 2),
+    ],
+)
+def test_pictures_without_an_excluded_pair_are_all_paired(
+    tmp_path: Path, mine: str, theirs: str, excluded: str, count: int
+) -> None:
+    for folder, names in {"a": mine, "b": theirs}.items():
+        for name in names.split():
+            picture(tmp_path / folder / name)
+    pictures = Pictures(dataset_path=tmp_path / "a", image_size=4, exclude=(excluded,), cache_dir=tmp_path / "cache")
+    opened = PictureData(pictures, sources=Sources(tmp_path / "b", paired=True)).open()
+    assert len(opened) == count
 
 
 MARKS = {"-9999": -9999, " 7 \0": 7, "7.0": 7, "nan": -1, "1e400": -1, "none": -1}

@@ -71,6 +71,11 @@ CASES: dict[str, tuple[dict[str, str], dict[str, list[Any]]]] = {
     "captions behind a blank": (
         {"c.txt": "IMG_0.JPG a red cat\nIMG_1.JPG two dogs\n"}, {"text": ["a red cat", "two dogs", None, None]}
     ),
+    "groups of digits": ({"labels.csv": 'file,size\nIMG_0.JPG,"1,234"\n'}, {"size": ["1,234", None, None, None]}),
+    "two tables that differ": (
+        {"a.csv": "file,kind\nIMG_0.JPG,cat\n", "b.csv": "file,kind,age\nIMG_0.JPG,dog,3\nIMG_1.JPG,fox,4\n"},
+        {"kind": ["cat", None, None, None], "age": ["3", "4", None, None]},
+    ),
     "attributes of CelebA": (
         {"list_attr.txt": "2\nBald Smiling\nIMG_0.JPG  1 -1\nIMG_1.JPG -1  1\n"},
         {"Bald": ["1", "-1", None, None], "Smiling": ["-1", "1", None, None]},
@@ -118,6 +123,30 @@ def test_tables_and_texts_are_found(tmp_path: Path, case: str) -> None:
         (tmp_path / name).write_text(content)
     found = FileFolder(tmp_path).read_table()
     assert {name: values for name, values in found.items() if any(values)} == columns
+
+
+@pytest.mark.parametrize("places", [("train.csv", "val.csv"), ("train/labels.csv", "val/labels.csv")])
+def test_the_table_of_another_split_is_not_read(tmp_path: Path, places: tuple[str, str]) -> None:
+    for split in ("train", "val"):
+        (tmp_path / split).mkdir()
+        for number in (1, 2):
+            Image.new("RGB", (8, 8)).save(tmp_path / f"{split}/{number}.png")
+    for place, labels in zip(places, (("cat", "dog"), ("horse", "cow")), strict=True):
+        (tmp_path / place).write_text("".join(f"{n},{label}\n" for n, label in zip((1, 2), labels, strict=True)))
+    assert [*FileFolder(tmp_path).read_table().values()] == [["cat", "dog"]]
+
+
+def test_a_metadata_file_does_not_describe_pictures_of_another(tmp_path: Path) -> None:
+    """A picture was deleted from b, and its row is still there."""
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        for number in (1, 2):
+            Image.new("RGB", (8, 8)).save(tmp_path / f"{folder}/{number}.png")
+        (tmp_path / folder / "metadata.csv").write_text(f"file_name,text\n1.png,{folder} one\n2.png,{folder} two\n")
+    (tmp_path / "b/2.png").unlink()
+    found = FileFolder(tmp_path)
+    assert found.read_table()["text"] == ["a one", "a two", "b one"]
+    assert any("1 of the file_names in metadata.csv do not exist, such as 2.png" in note for note in found.notes)
 
 
 def test_a_table_may_name_pictures_of_a_subfolder_if_they_are_unique(tmp_path: Path) -> None:

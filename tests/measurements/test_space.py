@@ -2,8 +2,10 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,7 +16,7 @@ from rectified_flow.measurements.medium import ABOVE, BELOW, UNKNOWN, colour_map
 from rectified_flow.measurements.space import Asinh, Fields, Linear, Log, Transform
 from rectified_flow.randomness import BatchRows, deterministic
 from rectified_flow.spaces.pixels import Pixels
-from rectified_flow.spaces.space import DataFacts
+from rectified_flow.spaces.space import DataFacts, with_augmentation
 
 TRANSFORMS = [Linear(), Log(), Asinh(0.5)]
 
@@ -156,6 +158,30 @@ def test_sources_with_a_scale_of_their_own_are_mirrored_like_their_targets() -> 
         pairs = space.augment(data)[0], space.source_space.augment(data)[0]
     assert torch.equal(*pairs)
     assert not torch.equal(pairs[0], data)
+
+
+def test_sources_are_augmented_like_their_targets_whenever_it_is_chosen() -> None:
+    facts = stored_fields()
+    space = with_augmentation(Fields.of(replace(facts, sources=facts)), 1.0)
+    data = torch.linspace(0, 1, 16 * 4).reshape(16, 1, 2, 2)
+    with deterministic(BatchRows(0, 0, 16, slice(None))):
+        pairs = space.augment(data)[0], space.source_space.augment(data)[0]
+    assert torch.equal(*pairs)
+    assert not torch.equal(pairs[0], data)
+
+
+def test_sources_may_be_in_files_of_another_layout(tmp_path: Path) -> None:
+    """Targets ``[c, h, w]`` and sources ``[h, w, c]``, or in files of another format."""
+    values = np.arange(3 * 8 * 8, dtype=np.float32).reshape(3, 8, 8)
+    np.save(tmp_path / "source.npy", np.moveaxis(values, 0, 2))
+    of_targets = {"suffix": ".npy", "dtype": "float32", "channels": 3, "channels_last": False}
+    of_sources = of_targets | {"channels_last": True}
+    sources = Fields((3, 8, 8), (0.0,) * 3, (1.0,) * 3, files=of_sources)
+    medium = Fields((3, 8, 8), (0.0,) * 3, (1.0,) * 3, files=of_targets, sources=sources).medium
+    assert torch.equal(medium.read(tmp_path / "source.npy"), torch.from_numpy(values))
+    assert medium.size_of(tmp_path / "source.npy") == (8, 8)
+    tiff = Fields((3, 8, 8), (0.0,) * 3, (1.0,) * 3, files=of_targets | {"suffix": ".tif"})
+    assert {".tif", ".tiff"} == {*replace(medium.space, sources=tiff).medium.input_suffixes}
 
 
 def test_measurements_alone_have_this_space() -> None:

@@ -1,5 +1,6 @@
 """Tests of captions: vectors of encoders, masks, and networks with captions."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,15 @@ def test_a_text_is_encoded_alike_alone_and_beside_longer_ones(encoder: Pretraine
     mean = tokens[:5].mean(dim=0)
     torch.testing.assert_close(alone[0, 0], mean / mean.norm())
     assert encoder.encode(["a " * 99], 20)[0, 1:].isfinite().all(dim=1).sum() == encoder.most_tokens == 12
+
+
+def test_a_tokenizer_that_pads_at_the_left_pads_at_the_right_here(tmp_path: Path) -> None:
+    folder = write_encoder(tmp_path)
+    known = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(known | {"padding_side": "left"}))
+    encoder = PretrainedTextEncoder(str(folder))
+    together, alone = encoder.encode(["a big red heart and two", "a cat"], 3), encoder.encode(["a cat"], 3)
+    torch.testing.assert_close(together[1:], alone, equal_nan=True)
 
 
 def test_another_encoder_than_that_of_the_training_is_refused(encoder: PretrainedTextEncoder, tmp_path: Path) -> None:

@@ -71,10 +71,19 @@ class FileFolder(ImageSource):
         self._note_rest(root, sorted({*found} - {*files}))
         if root != path:
             self.notes.append(f"read the {self.kind} in {printable(root)}, whose subfolders, if any, are the classes")
-        self._texts, self._root = [file for file in everything if file.suffix.lower() in TABLE_SUFFIXES], root
+        self._root = root
+        self._texts = [file for file in everything if file.suffix.lower() in TABLE_SUFFIXES]
+        if any(_split_of(part) == split for part in root.relative_to(path).parts):
+            self._texts = [file for file in self._texts if self._may_describe(file, split)]
         self.fingerprint = files_fingerprint(path, self.files)
         self.class_names, self._labels = self._find_classes(root)
         self.notes += notes_on_names([*map(self.name_of, range(len(self)))], self.kind)
+
+    def _may_describe(self, file: Path, split: str) -> bool:
+        """Return whether a table or text may be about the split that is read, by the name of its folder and its own."""
+        parts = file.relative_to(self.path).with_suffix("").parts
+        named = {_split_of(part) for part in parts} - {None}
+        return not named or split in named
 
     def _without_companions(self, files: list[Path]) -> list[Path]:
         """Return the files without those that belong to another, such as masks and copies, with a note on each kind."""
