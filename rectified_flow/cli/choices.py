@@ -75,6 +75,7 @@ def with_recipe(settings: Settings[TrainConfig], source: ImageSource, budget: fl
             source,
             values.data,
             given,
+            settings.fixed,
             plan.seconds_left(budget, facts.seconds_since(settings.began)),
             facts.precisions(values.run, values.method, settings.fixed),
             lambda flags: speed_of(settings.with_layer("given", flags)),  # flags of a trial override all others
@@ -117,6 +118,7 @@ def chosen_size(
     source: ImageSource,
     data: DataConfig,
     given: Collection[str],
+    fixed: Collection[str],
     seconds: float,
     precisions: Sequence[str | None],
     speed_of: Callable[[Mapping[str, Any]], Speed],
@@ -127,6 +129,7 @@ def chosen_size(
         source: the pictures.
         data: the flags of the pictures.
         given: names of the flags that the user gave, of those that fix the size.
+        fixed: names of all flags that are not to be chosen.
         seconds: the time that is left [s].
         precisions: the precisions to choose from.
         speed_of: measures the speed of a run with other flags.
@@ -139,11 +142,12 @@ def chosen_size(
     if not sizes or not sides or (is_free and is_registered) or is_stored:
         return {}
 
-    def measure(side: int, autoencoder: tuple[str, ...]) -> Speed:
+    def measure(side: int, autoencoder: tuple[str, ...], augment: float) -> Speed:
         batch = state.num_processes * (plan.MIN_BATCH_OF_LATENTS if autoencoder else plan.MIN_BATCH)
         # Neither the batch nor the conditions are known before the data are open.
         flags: dict[str, Any] = {"batch_size": None, "gradient_accumulation_steps": None, "use_cfg": False}
         flags |= {"guidance_scale": 1.0, "image_size": side, "autoencoder": autoencoder, "global_batch_size": batch}
+        flags |= {"augment": augment} if augment and autoencoder else {}
         space = build_space(replace(data, image_size=side, autoencoder=autoencoder))
         flags |= plan.network_flags(Unet, plan.STARTER_DIMS[bool(autoencoder)], (space.shape or ())[1:])
         speeds = [speed_of({**flags, "mixed_precision": precision}) for precision in precisions]
@@ -157,7 +161,8 @@ def chosen_size(
         return reading.round_trip_error(source, replace(data, image_size=side, autoencoder=autoencoder))
 
     def augmentable(side: int, autoencoder: tuple[str, ...]) -> bool:
-        return is_augmentable(replace(data, image_size=side, autoencoder=autoencoder), source)
+        may_augment = "augment" not in fixed or data.augment > 0
+        return may_augment and is_augmentable(replace(data, image_size=side, autoencoder=autoencoder), source)
 
     override = "--image_size overrides the choice" if is_free else "--autoencoder without a name trains on pixels"
     made = plan.choose_size(
@@ -215,6 +220,8 @@ def with_plan(
         samples=distilled.recipe.pairs if distilled else 0,
         drawn=stored.pairs if stored else None,
         calls=distilled.calls if distilled else 0,
+        num_samples=values.run.num_samples if "num_samples" in fixed else None,
+        sample_steps=values.run.sample_steps if "sample_steps" in fixed else None,
     )
     made = plan.plan(
         known, lambda trial: speed_of(settings.resolving(plan.settings_of(known, trial)), conditions, space)

@@ -117,6 +117,10 @@ class Facts:
     """Number of samples of a teacher that exist already."""
     calls: int = 0
     """Calls of the teacher's network for a sample."""
+    num_samples: int | None = None
+    """Samples of a preview, if flags set them."""
+    sample_steps: int | None = None
+    """Steps of each of these samples, if flags set them."""
 
     @property
     def seconds(self) -> float:
@@ -150,8 +154,9 @@ class Trial(NamedTuple):
     augment: float = 0.0
 
 
-MeasureSize = Callable[[int, tuple[str, ...]], Speed]
-"""Function that returns the speed of a training on pictures of a side [px], through an autoencoder if it has words."""
+MeasureSize = Callable[[int, tuple[str, ...], float], Speed]
+"""Function that returns the speed of a training on pictures of a side [px], through an autoencoder if it has words, and
+with a probability of augmentation."""
 MeasureError = Callable[[int, tuple[str, ...]], float]
 """Function that returns the error of pictures of a side [px] after an autoencoder: the median over the pictures of the
 root mean square difference [levels of 256]."""
@@ -245,13 +250,13 @@ def choose_size(
         pictures: number of pictures.
         side: median of the shorter sides of the pictures [px].
         seconds: the time that is left [s].
-        measure: returns the speed at a size.
+        measure: returns the speed at a size, with or without augmentation.
         error: returns how much an autoencoder changes the pictures at a size.
         sizes: the sizes to choose from.
         augmentable: returns whether pictures can be augmented at a size.
         override: how a user chooses another size, in words.
     """
-    spoiled, rate_of = "", cache(lambda size, autoencoder: measure(size, autoencoder).rate)
+    spoiled, rate_of = "", cache(lambda size, autoencoder, augment=0.0: measure(size, autoencoder, augment).rate)
     for (size, autoencoder), min_images in sizes.items():
         if side < MIN_SHARE_OF_SIDE * size:
             continue
@@ -266,6 +271,9 @@ def choose_size(
         unaugmented = limit_of(pictures, 0.0, latents=True)
         enough = AUGMENTED_LENGTH * unaugmented if autoencoder else UNAUGMENTED_PASSES * pictures
         augment = few if fitting > enough else 0.0
+        if augment and autoencoder:  # each step then encodes its pictures
+            slower = TRAINED_SHARE * seconds * rate_of(size, autoencoder, augment)
+            augment, fitting = (augment, slower) if slower > enough else (0.0, fitting)
         images = min(fitting, limit_of(pictures, augment, latents=bool(autoencoder)))
         if images >= min_images:
             if (changed := error(size, autoencoder) if autoencoder else 0.0) > SPOILED:
@@ -330,9 +338,11 @@ def intervals(facts: Facts, step: float, rate: float, steps: int) -> dict[str, A
         rate: images per second of the training.
         steps: steps of the run.
     """
-    interval, calls = min(PREVIEW_SECONDS, facts.seconds / 4), PREVIEW_CALLS[facts.method]
+    interval = min(PREVIEW_SECONDS, facts.seconds / 4)
+    calls = PREVIEW_CALLS[facts.method] if facts.sample_steps is None else facts.sample_steps
     sample = calls * FORWARD_SHARE / rate  # time of a sample
-    count = next((each for each in PREVIEWS if each * sample <= PREVIEW_SHARE * interval), PREVIEWS[-1])
+    counts = PREVIEWS if facts.num_samples is None else (facts.num_samples,)
+    count = next((each for each in counts if each * sample <= PREVIEW_SHARE * interval), counts[-1])
     every = max(1, round(max(interval, count * sample / PREVIEW_SHARE) / step))
     return {
         "num_samples": count,

@@ -64,11 +64,12 @@ def round_trip_error(source: ImageSource, data: DataConfig) -> float:
 
 def encoding_time(data: DataConfig) -> float:
     """Return the time to encode a picture, and its mirror image, for the store [s]."""
-    medium = build_space(data).medium
-    medium.prepare(torch.device("cpu"))
-    pictures = torch.zeros(TRIED // 2, *data.framing.shape, dtype=torch.uint8)
+    medium, device = build_space(data).medium, PartialState().device
+    medium.prepare(device)
+    pictures = torch.zeros(TRIED // 2, *data.framing.shape, dtype=torch.uint8, device=device)
+    medium.stored(pictures[:1]).cpu()  # the first call prepares the kernels
     began = time.monotonic()
-    medium.stored(pictures)
+    medium.stored(pictures).cpu()
     return (time.monotonic() - began) / len(pictures) * (1 + data.horizontal_flip)
 
 
@@ -100,6 +101,10 @@ def readable(source: ImageSource, data: DataConfig, seconds: float) -> dict[str,
     if each * len(numbers) <= room:
         return {}
     count = max(1, int(room / each))
+    digits = 10 ** (len(str(count)) - 1)
+    count = (
+        count // digits * digits
+    )  # so that a killed run, whose pictures are stored, mostly reads the same ones again
     whole = duration(each * len(numbers))
     text = f"{count:,} of {len(numbers):,}, as reading all takes {whole}; --max_train_samples overrides the choice"
     PartialState().print(line("pictures", text))

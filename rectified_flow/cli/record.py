@@ -144,9 +144,15 @@ def _split_again(begun: Mapping[str, Any], processes: int) -> dict[str, Any]:
 def _same_teacher(begun: Mapping[str, Any], given: Path | None) -> dict[str, Any]:
     """Return the recorded checkpoint if the teacher's run is given, which may have a newer checkpoint by now."""
     teacher: Path | None = begun.get("teacher")
-    if teacher is None or given is None or not teacher.resolve().is_relative_to(given.resolve()):
+    if teacher is None or given is None or not _is_of(teacher, given):
         return {}
     return {"teacher": teacher}
+
+
+def _is_of(source: Path, teacher: Path) -> bool:
+    """Return whether a checkpoint is that of a teacher, or one of its run, which may keep them in another folder."""
+    place = teacher.parent if teacher.name == checkpoint.BEST else checkpoint.place_of(teacher)
+    return any(source.resolve().is_relative_to(each.resolve()) for each in (teacher, place))
 
 
 def check_method(method: str, begun: Mapping[str, Any], folder: Path) -> None:
@@ -177,7 +183,7 @@ def _stored_source(distilled: DistillationData) -> Path | None:
     if stored is None:
         return None
     source = Path(stored.source)
-    if not source.resolve().is_relative_to(distilled.teacher.resolve()):
+    if not _is_of(source, distilled.teacher):
         raise UsageError(f"{distilled.folder} contains {distilled.kind} of {source}: {REMEDY}")
     if not source.exists():
         raise UsageError(f"{source}, the source of {distilled.kind} in {distilled.folder}, no longer exists: {REMEDY}")

@@ -60,7 +60,9 @@ def train(settings: Settings[TrainConfig]) -> bool:
     on_main(join(settings.values), lambda: check_one_step(run, second.values.method, distilled))
     if not train_run(settings):
         return False
-    second = one_step_of(settings.values.run, given, half, spent=facts.seconds_since(settings.began))
+    folder = settings.values.run.output_dir
+    used = on_main(PartialState(), lambda: Clock.used_before(folder, half))  # also before a kill, and without pauses
+    second = one_step_of(settings.values.run, given, half, spent=used or facts.seconds_since(settings.began))
     AcceleratorState._reset_state()  # the run may have another precision
     return train_run(second)
 
@@ -191,7 +193,14 @@ def train_on(
             on_main(state, lambda: prepare_folders(run))
             on_main(state, lambda: write_config(run.output_dir, document))
         holdout = values.data.holdout, values.data.data_seed or 0
-        rows = open_distilled(distilled, data.items, data.space, holdout, choose_precision(run, state.device))
+
+        def tick() -> None:
+            """Record the time of the drawing, which is not left to the run if it is killed meanwhile."""
+            if clock is not None and state.is_main_process:
+                clock.write(run.output_dir, run.train_num_steps or 0, durable=False)
+
+        tick()
+        rows = open_distilled(distilled, data.items, data.space, holdout, choose_precision(run, state.device), tick)
         data, words = replace(data, rows=rows), [f"{len(rows):,} {rows.info.source}"]
     callbacks = build_callbacks(run, values.evaluation, flow, data, words, pictures)
     training, held_out = data.divide(data.rows)

@@ -183,6 +183,8 @@ class HeldOutLoss:
     gap: float
     losses: list[float]
     """The loss of each held-out picture."""
+    seed: int
+    """The seed that chose the pictures and their noise."""
 
 
 class Verdict(NamedTuple):

@@ -121,7 +121,8 @@ def write_status(
     status: Document = {"state": state, "step": step, "total_steps": total_steps, "message": message}
     status |= {"time": _time_text(0), "host": platform.node(), "pid": os.getpid()}
     status["id"] = before.get("id") or uuid.uuid4().hex[:12]  # the same after every restart
-    status |= times or {"step_time": before.get("step_time")}
+    kept = ("step_time", "ends") if state == before.get("state") == "running" else ("step_time",)
+    status |= times or {name: before.get(name) for name in kept}
     text = json.dumps(status, indent=1)
     try:
         replace_file(folder / STATUS_FILE, text, durable=times is None)

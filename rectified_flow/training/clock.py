@@ -163,6 +163,11 @@ class Clock:
         """The time that has passed, without pauses [s]."""
         return time.monotonic() - self._began
 
+    @property
+    def left(self) -> float:
+        """The time until the run is to end [s]; negative if it is late."""
+        return self._end - time.monotonic()
+
     def pace(self, planned: int) -> Pace:
         """Return the pace of a run whose plan has ``planned`` steps."""
         return Pace(planned, self.changes)
@@ -194,7 +199,7 @@ class Clock:
         self._done = [compared, now]
         repeats = bool(self.changes) and step <= self.changes[-1][0]  # the run was killed after that change
         is_halfway = total > step + FEW_STEPS and 2 * step >= compared.step + total
-        if repeats or step < compared.step + LEAST_STEPS:
+        if repeats or step >= total or step < compared.step + LEAST_STEPS:
             return False
         return is_halfway or self._marks(now.time) > self._marks(compared.time)
 

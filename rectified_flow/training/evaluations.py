@@ -77,7 +77,7 @@ class Measurement(Callback):
     implement :meth:`measure_together`, :meth:`conclude` and :meth:`plot`.
 
     If a stop is requested during a measurement, the run ends after this step, and the measurement is made when the run
-    resumes. A full disk does not stop the run.
+    resumes. The measurement of the last step is then left out, with a warning. A full disk does not stop the run.
 
     Args:
         name: name of the file.
@@ -145,6 +145,8 @@ class Measurement(Callback):
                 rows = map_over_ranks(trainer.accelerator, self.total, partial(self.measure, trainer))
                 self.measure_together(trainer, rows)
         except Interrupted:
+            if trainer.state.step == trainer.total_steps:
+                trainer.run.print(f"warning: {self.name} of the last step are left out, as the run was asked to stop")
             return False
         on_main(trainer.accelerator, lambda: self._record(trainer, rows))
         return True
@@ -257,7 +259,7 @@ class HeldOutHook(Measurement):
     @override
     def summarize(self, trainer: "Trainer", rows: Tensor) -> Mapping[str, object]:
         losses = [float(f"{loss:.6g}") for loss in rows[: self.pictures.count].tolist()]
-        return {**self.pictures.means(rows), "losses": losses}
+        return {**self.pictures.means(rows), "losses": losses, "seed": self.pictures.seed}
 
     @override
     def conclude(self, trainer: "Trainer", *, new: bool) -> None:
@@ -289,7 +291,8 @@ class HeldOutHook(Measurement):
         for row in self.file.rows():
             with suppress(UsageError):
                 measured.append(check_document(row, HeldOutLoss, self.file.path))
-        return [each for each in measured if len(each.losses) == self.pictures.count]
+        of_these = self.pictures.count, self.pictures.seed
+        return [each for each in measured if (len(each.losses), each.seed) == of_these]
 
 
 def _averaged(trainer: "Trainer") -> Flow:

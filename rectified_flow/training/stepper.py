@@ -290,7 +290,7 @@ class Stepper:
                 state.sums[name] = state.sums.get(name, 0) + value  # without a wait for the device
             if state.ema is not None:
                 # The time constant is a share of the run: it is planned in steps of the plan.
-                state.ema.beta = self.config.ema_decay ** self.pace().stretch(state.step)
+                state.ema.beta = self.config.ema_decay ** self.pace().stretch(state.step - 1)
                 state.ema.update()
         else:
             bad_loss = any_rank(self.accelerator, not all(torch.isfinite(loss) for loss in pending.losses))

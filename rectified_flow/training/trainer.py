@@ -317,10 +317,14 @@ class Trainer:
                 self.clock.write(self.config.output_dir, self.pace.planned, durable=False)
 
     def _write_times(self, step_time: float) -> None:
-        """Write the step and the expected end of the run to ``status.json``. With a budget, the clock sets the end."""
+        """Write the step and the expected end of the run to ``status.json``.
+
+        The clock sets the end, unless the number of steps is limited.
+        """
         if self.accelerator.is_main_process and self.state.step < self.total_steps:
             left = (self.total_steps - self.state.step) * step_time
-            left = left if self.clock is None else max(0.0, self.clock.seconds - self.clock.elapsed)
+            if self.clock is not None and self.total_steps != self.clock.most_steps:
+                left = max(0.0, self.clock.left)
             self.run.write_status(running=True, times=times_of(step_time, left))
 
     def preview(self) -> None:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from math import inf
+from typing import Any
 
 import pytest
 
@@ -289,6 +290,27 @@ def test_previews_take_a_small_share(method: Method, calls: int) -> None:
         assert settings["save_every"] <= max(1, 0.13 * settings["train_num_steps"]), "no early checkpoint"
 
 
+@pytest.mark.parametrize(
+    "given", [{"num_samples": 256}, {"sample_steps": 100}, {"num_samples": 200, "sample_steps": 1}]
+)
+def test_given_previews_take_a_small_share(given: dict[str, Any]) -> None:
+    facts = replace(FLOWERS, why_network="set by flags", precisions=(None,), fixed=frozenset(given), **given)
+    settings = plan(facts, Machine(20, batch=0)).settings
+    count, calls = (given.get(name) or settings[name] for name in ("num_samples", "sample_steps"))
+    step = settings["global_batch_size"] / 20
+    assert count * calls * FORWARD_SHARE / 20 <= 0.051 * (settings["sample_every"] + 1) * step
+
+
+@pytest.mark.parametrize(("rate", "augment"), [(24.0, None), (33.0, 0.15)])
+def test_latents_are_augmented_by_the_speed_of_steps_that_encode(rate: float, augment: float | None) -> None:
+    """On 60 pictures, 2.5 times 24,000 images must fit into the time."""
+
+    def measure(_size: int, _autoencoder: tuple[str, ...], augment: float) -> Speed:
+        return Speed(rate if augment else 33.0)
+
+    assert choose_size(60, 128, 37 * 60.0, measure).settings.get("augment") == augment
+
+
 @pytest.mark.parametrize("processes", [1, 2, 3, 8])
 def test_any_number_of_processes_divides_the_batch(processes: int) -> None:
     made = plan(replace(EMOJI, processes=processes, budget=3600.0), Machine(2000))
@@ -335,7 +357,7 @@ def test_a_size_is_measured_only_if_a_smaller_one_is_fast_enough(
     """The time of a step is in proportion to the pixels; 256 px need 400,000 images."""
     sizes = list[int]()
 
-    def measure(size: int, _autoencoder: tuple[str, ...]) -> Speed:
+    def measure(size: int, _autoencoder: tuple[str, ...], _augment: float) -> Speed:
         sizes.append(size)
         return Speed(rate * (128 / size) ** 2)
 

@@ -47,7 +47,7 @@ REFUSALS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("--output_dir {labels.one} --resume never", "checkpoints already holds checkpoints"),
         ("--output_dir {tmp}/new --init_from {tmp}/old", "there is no checkpoint at"),
         (f"--output_dir {{tmp}}/new --augment 0.1 {HAAR}", "--augment has no effect on Latents: leave it out"),
-        ("--output_dir {tmp}/new --augment 0.1 --method reflow --teacher {tmp}/run", "--augment and --teacher exclude"),
+        ("--output_dir {tmp}/new --augment 0.1 --method reflow --teacher {tmp}/run", "--teacher and --augment exclude"),
         ("--output_dir {tmp}/new", "broken image {tmp}/broken/1.png ("),
         ("--output_dir {tmp}/new --image_size 0", "--image_size 0 reads the first picture, and {tmp}/broken/1.png is"),
     ],

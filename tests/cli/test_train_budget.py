@@ -15,6 +15,7 @@ import pytest
 from PIL import Image
 
 from rectified_flow.cli import distill
+from rectified_flow.cli import train as train_module
 from rectified_flow.cli.settings import read_settings
 from rectified_flow.cli.train import train as run_training
 from rectified_flow.cli.training_flags import TrainConfig
@@ -174,6 +175,27 @@ def test_the_length_of_a_run_on_samples_of_a_teacher(flags: str, pictures: Path,
         assert float(epochs) == pytest.approx(int(images) / int(samples.replace(",", "")), abs=0.06)
 
 
+def test_the_second_run_has_the_time_that_is_left(tmp_path: Path) -> None:
+    """Its budget is what the clock of the first run leaves, including the time before a kill."""
+    document = {"seconds": 2400.0, "asked": 1800.0, "used": 2400.0, "planned": 9}
+    (tmp_path / "clock.json").write_text(json.dumps(document))
+    words = f"--dataset_path pictures --one_step --budget 1h --output_dir {tmp_path}"
+    with (
+        patch.object(train_module, "check_one_step"),
+        patch.object(train_module, "train_run", return_value=True) as trained,
+    ):
+        assert train_module.train(read_settings(TrainConfig, "", words.split()))
+    assert [call.args[0].values.program.budget for call in trained.call_args_list] == ["1h", "20m"]
+
+
+def test_a_run_with_checkpoints_elsewhere_and_its_map_resume(pictures: Path, tmp_path: Path) -> None:
+    words = f"--dataset_path {pictures} --cache_dir {tmp_path}/cache {TINY} --output_dir {tmp_path}/run --seed 3"
+    words += f" --one_step --budget 2s --checkpoint_dir {tmp_path}/elsewhere"
+    run_on_ranks(1, killed_while_drawing, words)
+    run_on_ranks(1, train, words, 100.0)
+    assert json.loads((tmp_path / "run/one-step/status.json").read_text())["state"] == "finished"
+
+
 def killed_while_drawing(words: str) -> None:
     """Train on a fast machine until the teacher's first samples, as if the process were killed there."""
     with patch.object(distill._Generator, "rows", side_effect=KeyboardInterrupt), suppress(KeyboardInterrupt):
@@ -186,6 +208,7 @@ def test_a_run_that_is_killed_while_its_teacher_draws_keeps_its_plan(pictures: P
     run_on_ranks(1, killed_while_drawing, words)
     planned = flags_of(run)
     assert not (run / "checkpoints").exists() or not list((run / "checkpoints").glob("step_*"))
+    assert json.loads((run / "clock.json").read_text())["used"] > 0
     run_on_ranks(1, train, words, 100.0)
     finished = flags_of(run)
     assert {name for name in planned if planned[name] != finished[name]} <= {"data_seed"}

@@ -73,7 +73,7 @@ def rows(*held_out: float, seen: tuple[float, ...] = (), noise: float = 0.02) ->
     result = []
     for step, (loss, other) in enumerate(zip(held_out, seen or range(0, -len(held_out), -1), strict=True)):
         losses = loss + own + random.normal(0, noise, 64)
-        result.append(HeldOutLoss(step, losses.mean(), float(other), losses.mean() - float(other), losses.tolist()))
+        result.append(HeldOutLoss(step, losses.mean(), float(other), losses.mean() - float(other), losses.tolist(), 0))
     return result
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rectified_flow.errors import UsageError
-from rectified_flow.runs.folder import write_failure, write_status
+from rectified_flow.runs.folder import times_of, write_failure, write_status
 from rectified_flow.runs.log import LineFile, RunLog
 from tests.system.refusing import refusing
 
@@ -79,6 +79,16 @@ def test_a_run_keeps_its_name(tmp_path: Path) -> None:
     assert (
         write_status(tmp_path, "finished", 10, 10) == name == json.loads((tmp_path / "status.json").read_text())["id"]
     )
+
+
+def test_a_checkpoint_leaves_the_expected_end_in_the_status(tmp_path: Path) -> None:
+    write_status(tmp_path, "running", 4, 10, times=times_of(0.5, 60.0))
+    before = json.loads((tmp_path / "status.json").read_text())
+    write_status(tmp_path, "running", 5, 10)
+    now = json.loads((tmp_path / "status.json").read_text())
+    assert (now["step"], now["ends"], now["step_time"]) == (5, before["ends"], 0.5)
+    write_status(tmp_path, "finished", 10, 10)
+    assert "ends" not in json.loads((tmp_path / "status.json").read_text())
 
 
 @pytest.mark.parametrize(

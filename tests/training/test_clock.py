@@ -1,6 +1,8 @@
 """Tests of the time that a run is given: its pace, its clock, and runs that end in time."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime
 from pathlib import Path
 from unittest.mock import patch
 
@@ -144,10 +146,47 @@ def late_at(step: int, total: int) -> Clock:
     return Late(1000)
 
 
+def test_the_last_step_changes_nothing(machine: Machine) -> None:
+    """Whether it is the last one of the plan, or a callback ended the run there."""
+    assert run(machine, Clock(13, began=100), 13, [(0, 0.9)]).total == 13
+    machine.now, clock = 100.0, Clock(1000, began=100)
+    for step in range(1, 30):
+        machine.work(1)
+        clock.tick(step, 1000)
+    machine.work(1)
+    assert not clock.tick(30, 30)
+
+
+@pytest.mark.parametrize(
+    ("clock", "left"),
+    [
+        (lambda now: Clock(3600, 12, began=now), 100),  # limited by its pictures
+        (lambda now: Clock(3600, 50, began=now - 600), 3000),
+        (lambda now: Clock(1000, began=now - 990), 250),  # it trains for a quarter of its time, however late it begins
+    ],
+)
+def test_the_status_says_when_the_run_ends(tmp_path: Path, clock: Callable[[float], Clock], left: float) -> None:
+    trainer = build_trainer(tiny_config(tmp_path / "run", train_num_steps=12), tiny_dataset(tmp_path / "cache"))
+    trainer.clock = clock(time.monotonic())
+    trainer.clock.tick(1, 12)
+    trainer.state.step = 2
+    with patch.object(trainer.run, "write_status") as written:
+        trainer._write_times(10.0)
+    ends = written.call_args.kwargs["times"]["ends"]
+    assert datetime.fromisoformat(ends).timestamp() - time.time() == pytest.approx(left, abs=5)
+
+
 def test_a_shortened_run_ends_as_planned_and_resumes_byte_equal(tmp_path: Path) -> None:
     """The learning rate falls to 0 in fewer steps, intervals follow, and a killed run repeats the change."""
     data = tiny_dataset(tmp_path / "cache")
-    flags = {"train_num_steps": 24, "lr_warmup_steps": 2, "lr_decay": "cosine", "log_every": 2, "sample_every": 12}
+    flags = {
+        "train_num_steps": 24,
+        "lr_warmup_steps": 2,
+        "lr_decay": "cosine",
+        "log_every": 2,
+        "sample_every": 12,
+        "ema_decay": 0.5,
+    }
 
     def trainer(name: str, clock: Clock | None) -> Trainer:
         return build_trainer(tiny_config(tmp_path / name, save_every=6, **flags), data, clock=clock)

@@ -7,6 +7,7 @@ from contextlib import redirect_stdout
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -124,6 +125,17 @@ def tensors(folder: Path, step: int) -> dict[str, Tensor]:
     path = folder / "checkpoints" / checkpoint.step_name(step)
     files = [each.name for each in path.glob("*.safetensors")]
     return {f"{name} {key}": value for name in files for key, value in checkpoint.load_tensors(path, name).items()}
+
+
+def test_losses_on_other_pictures_are_not_compared(tmp_path: Path) -> None:
+    """Another seed measures other pictures with other noise."""
+    pictures, losses = tiny_dataset(tmp_path / "cache"), [0.5, 0.4]
+    row = {"heldout_loss": 0.45, "seen_loss": 0.4, "gap": 0.05, "losses": losses}
+    for seed, known in ((0, [4]), (1, [8])):
+        hook = HeldOutHook(HeldOutPictures(pictures.subset(range(2)), pictures.subset(range(2, 4)), seed), every=4)
+        rows = [row | {"step": 4 * (1 + each), "seed": each} for each in (0, 1)]
+        hook.file = SimpleNamespace(rows=lambda rows=rows: rows, path=tmp_path / "heldout.jsonl")  # type: ignore[assignment]
+        assert [each.step for each in hook._measured()] == known
 
 
 @pytest.fixture(scope="module")
