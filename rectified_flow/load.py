@@ -17,7 +17,7 @@ from rectified_flow.networks import unet  # noqa: F401  it registers the network
 from rectified_flow.registry import Document, build
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.checkpoint import FLOW_FILE, RunIdentity
-from rectified_flow.runs.folder import read_config
+from rectified_flow.runs.folder import is_run, read_config
 from rectified_flow.runs.training_config import CHECKPOINTS
 from rectified_flow.spaces.degradations import Degradation
 from rectified_flow.system.artifact import read_manifest
@@ -68,6 +68,8 @@ class Trained:
     """The contents of its ``config.json``; empty if there is none."""
     run: RunIdentity | None
     """Identity of the run that wrote the checkpoint; None if the checkpoint contains weights only."""
+    path: Path
+    """The path by which the checkpoint was found: itself, or the folder of its run."""
 
     @property
     def flags(self) -> Document:
@@ -81,7 +83,9 @@ class Trained:
 
     @property
     def run_folder(self) -> Path:
-        """The folder of the run that wrote the checkpoint."""
+        """The folder of the run that wrote the checkpoint, whose checkpoints may be in another folder."""
+        if self.path != self.source and is_run(self.path):
+            return self.path
         return self.source.parent.parent if self.source.parent.name == CHECKPOINTS else self.source.parent
 
     @cached_property
@@ -99,8 +103,13 @@ class Trained:
         return f"{type(self.flow).__name__}, {millions:.1f} M parameters, {self.weights} of {self.source}"
 
 
-def read_trained(source: Path) -> Trained:
-    """Read the flow of the checkpoint ``source``, and its record of the run."""
+def read_trained(source: Path, path: Path | None = None) -> Trained:
+    """Read the flow of the checkpoint ``source``, and its record of the run.
+
+    Args:
+        source: the checkpoint.
+        path: the path by which it was found, such as the folder of its run; the checkpoint itself if not given.
+    """
     files = read_manifest(source).files  # not the files in the folder: the run may be removing some
     if FLOW_FILE not in files:
         raise UsageError(f"checkpoint {source} has no {FLOW_FILE}: register the network and the flow before training")
@@ -109,6 +118,7 @@ def read_trained(source: Path) -> Trained:
     return Trained(
         flow=flow.eval(),
         source=source,
+        path=path or source,
         weights="averaged weights" if checkpoint.EMA_FILE in files else "last weights",
         run=checkpoint.load_state(source).run if checkpoint.STATE_FILE in files else None,
         config=read_config(source / checkpoint.CONFIG_FILE) if checkpoint.CONFIG_FILE in files else {},

@@ -11,6 +11,7 @@ from accelerate.utils import set_seed
 from rectified_flow.cli.model_flags import ModelConfig, SamplingConfig, SolverConfig
 from rectified_flow.cli.training_flags import FlowConfig, Method, NetworkConfig, TrainConfig
 from rectified_flow.condition import ConditionSpecs, Picture, chosen
+from rectified_flow.data.metadata import identity_of
 from rectified_flow.distributed import check_equal, join_processes, on_main
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import plain
@@ -72,7 +73,7 @@ def load_trained(model: ModelConfig, state: PartialState) -> Trained:
     """Load a trained flow on this process's device, from the same checkpoint on all processes. Collective."""
     source = on_main(state, lambda: checkpoint.resolve(model.checkpoint))
     check_equal(state, lambda: {f"the manifest of {source}": checkpoint.fingerprint(source)})
-    trained = read_trained(source)
+    trained = read_trained(source, model.checkpoint)
     if model.text_encoder is not None:
         _move_text_encoder(trained, model.text_encoder)
     trained.flow.space.medium.prepare(state.device, model.autoencoder)
@@ -99,7 +100,8 @@ def _autoguidance(config: SamplingConfig, trained: Trained, state: PartialState)
     if path is None:
         raise UsageError(f"--autoguidance needs a checkpoint of the first quarter of the run: {source.parent} has none")
     early: Any = read_trained(on_main(state, partial(checkpoint.resolve, path))).flow
-    if (type(early), early.space.shape, early.conditions) != (type(flow), flow.space.shape, flow.conditions):
+    kinds = [{name: identity_of(kind) for name, kind in each.conditions.items()} for each in (early, flow)]
+    if (type(early), early.space.shape, kinds[0]) != (type(flow), flow.space.shape, kinds[1]):
         raise UsageError(f"--autoguidance: {path} differs from {source} in kind, shape or conditions: move it away")
     velocity = to_device(early, state.device, config.model.mixed_precision).exact_velocity
     return replace(guidance_of(config.solver, flow), autoguidance=config.solver.autoguidance, earlier=velocity)

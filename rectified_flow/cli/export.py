@@ -20,7 +20,7 @@ def export(config: ExportConfig) -> None:
     flags = config.model
     choice = choose("format", "format", flags.format)
     options = arguments_from(flags, ("half", "metadata"), choice.target) | dict(choice.arguments)
-    trained = read_trained(checkpoint.resolve(flags.checkpoint))
+    trained = read_trained(checkpoint.resolve(flags.checkpoint), flags.checkpoint)
     exported = choice.target(trained, **options)
     if flags.open and INDEX not in exported.names:
         raise UsageError(f"--open has no effect: the format {choice.target.__name__} has no page to open; leave it out")

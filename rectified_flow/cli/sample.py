@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from decimal import Decimal
 from functools import cached_property
 from os.path import lexists
 from pathlib import Path
@@ -22,7 +23,13 @@ from rectified_flow.cli.sample_request import GRID_PICTURES, SampleRequest, read
 from rectified_flow.condition import read_written, written
 from rectified_flow.distributed import check_shared, on_main
 from rectified_flow.errors import UsageError
-from rectified_flow.evaluation.features import GREY_LEVELS, RealData, average_colours, reference_features
+from rectified_flow.evaluation.features import (
+    GREY_LEVELS,
+    RealData,
+    RenderedItems,
+    average_colours,
+    reference_features,
+)
 from rectified_flow.flags import with_values
 from rectified_flow.flows.flow import Flow, sample_batches
 from rectified_flow.flows.solvers import NO_GUIDANCE
@@ -91,7 +98,7 @@ def sample(config: SampleConfig) -> None:
     """Sample this process's share of the images, and write a grid on the main process."""
     like = None if config.samples.like is None else read_provenance(config.samples.like)
     if like is not None:
-        scales = tuple(f"{name}={scale:g}" for name, scale in like.guidance.items())
+        scales = tuple(f"{name}={Decimal(repr(scale)):f}" for name, scale in like.guidance.items())
         config = with_values(config, asdict(like) | {"guidance": scales, "like": None})
     flags, model = config.samples, config.samples.save_pretrained
     state, trained, options = open_trained(config)
@@ -103,6 +110,8 @@ def sample(config: SampleConfig) -> None:
     if flags.nearest is not None:  # a folder is where the training pictures are now
         data = real_data(trained, dataset_path=next(iter(flags.nearest), None))[0]
         warn_of_other_data(trained, data, state)
+        if "copies" not in trained.flow.space.medium.metrics:  # not the scale and the colours of the stored data
+            data = RenderedItems(data, trained.flow.space, data.info.source)
     folder = flags.output_dir or trained.run_folder / ("generated" if like is None else "like")
     with ExitStack() as held:
         names, sheets = on_main(state, lambda: _claim(folder, request.names, trained.flow.space.medium, flags, held))
@@ -181,6 +190,8 @@ def _claim(
     sheets = [f"{name}.png" for name in SHEETS.numbered(SHEETS.taken([*earlier, *files]))]
     claim(folder, [*files, *(sheets if flags.nearest is not None else sheets[:1])])
     if flags.save_pretrained is not None:
+        if flags.save_pretrained.resolve() == folder.resolve():
+            raise UsageError(f"--save_pretrained {folder} is --output_dir, too: choose another folder")
         claim_model(prepare_folder("save_pretrained", flags.save_pretrained))
         claim(flags.save_pretrained, [MODEL_GRID])
     return numbered, sheets

@@ -142,7 +142,7 @@ class RenderedItems(Dataset[Batch]):
         self.conditions: ConditionSpecs = getattr(items, "conditions", {})
         self.class_names: list[str] = list(getattr(self.conditions.get("labels"), "names", ()))
         self.fingerprint = fingerprint_of(items)
-        self.names = [str(number) for number in range(len(self))]
+        self.names: Sequence[str] = getattr(items, "names", None) or [str(number) for number in range(len(self))]
         self.read_batch = Batches(items).__getitems__
 
     def __len__(self) -> int:

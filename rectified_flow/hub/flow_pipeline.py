@@ -18,6 +18,7 @@ from rectified_flow.flows.flow import Flow, sample_batches, sampling_defaults
 from rectified_flow.flows.solvers import Guidance
 from rectified_flow.hub.pretrained import load_pretrained, save_pretrained
 from rectified_flow.load import model_hash, solver_name
+from rectified_flow.spaces.pictures import Pictures as PictureMedium
 from rectified_flow.system.pictures import GeneratedPicture, Provenance
 
 Written = str | int | float
@@ -98,7 +99,9 @@ class FlowPipeline(DiffusionPipeline):
         options |= {"guidance": Guidance(scale)} if scale != 1 else {}
         options |= {"batch_size": batch_size or 64, "conditions": read_written(flow.conditions, texts)}
         drawn = sample_batches(flow, range(num_images), render=False, **options)
-        values = torch.cat([flow.space.medium.contents(data).cpu() for _, data in drawn]).float() / 255
+        medium = flow.space.medium
+        shown = medium.contents if isinstance(medium, PictureMedium) else medium.render
+        values = torch.cat([shown(data).cpu() for _, data in drawn]).float() / 255
         # diffusers declares one picture, and returns a list of them.
         images: Any = VaeImageProcessor().postprocess(values, output_type, [False] * num_images)
         if output_type == "pil" and metadata:

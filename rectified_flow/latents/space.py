@@ -240,7 +240,7 @@ class Decoder(nn.Module):
     @override
     def forward(self, x: Tensor) -> Tensor:
         pictures = self.autoencoder.decode(x * self.std + self.mean)
-        return pictures.mean(dim=1, keepdim=True).expand(-1, RGB, -1, -1) if self.grey else pictures
+        return pictures.mean(dim=1, keepdim=True) if self.grey else pictures
 
 
 LATENTS_FILE = "latents.float16"

@@ -26,7 +26,7 @@ from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.system.pictures import Provenance, metadata_options, read_provenance, write_picture
 from tests.programs import assert_refused, call, program
 from tests.ranks import run_on_ranks
-from tests.tiny_flows import FLOWS, write
+from tests.tiny_flows import FLOWS, flow_with_conditions, write
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +55,21 @@ def test_what_it_says_and_leaves(run: Path, tmp_path: Path) -> None:
     assert (tmp_path / "hub/grid.png").exists()
 
 
+def test_a_model_is_not_saved_over_pictures(run: Path, tmp_path: Path) -> None:
+    words = f"--checkpoint {run} --steps 1 --output_dir {tmp_path} --save_pretrained {tmp_path}"
+    assert_refused("sample.py", 1, words, "is --output_dir, too: choose another folder")
+
+
+def test_autoguidance_of_a_flow_with_captions(tmp_path: Path) -> None:
+    flow = flow_with_conditions()
+    tensors, documents = {checkpoint.MODEL_FILE: flow.network.state_dict()}, {FLOW_FILE: describe(flow)}
+    for step in (10, 80):
+        checkpoint.save(tmp_path / "checkpoints", step, tensors, documents)
+    words = ["--steps", 1, "--num_samples", 1, "--output_dir", tmp_path / "made"]
+    draw("--checkpoint", tmp_path, "--autoguidance", 2, *words)
+    assert (tmp_path / "made/00000.png").exists()
+
+
 LIKE = "--seed 3 --steps 3 --solver heun --time_grid edm --num_samples 4"
 
 
@@ -63,6 +78,7 @@ LIKE = "--seed 3 --steps 3 --solver heun --time_grid edm --num_samples 4"
     [
         (f"{LIKE} --classes dog,cat --guidance_scale 2.5 --guidance_interval 0.1 0.9", "00001.png"),
         (f"{LIKE} --guidance labels=1.5", "00003.png"),
+        (f"{LIKE} --guidance labels=0.000012345678", "00000.png"),
         ("--seed 3 --steps 2 --grid labels seed=3", "00004.png"),
     ],
 )

@@ -13,11 +13,12 @@ from diffusers import DiffusionPipeline
 from PIL import Image
 
 from rectified_flow.errors import UsageError
-from rectified_flow.flows.flow import Flow
+from rectified_flow.flows.flow import Flow, sample_batches
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.hub.flow_pipeline import FlowPipeline
 from rectified_flow.hub.pretrained import PIPELINE, save_pretrained
 from rectified_flow.load import model_hash
+from rectified_flow.measurements.space import Fields
 from rectified_flow.networks.unet import Unet
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.system.pictures import Provenance, read_provenance
@@ -92,6 +93,16 @@ def test_it_is_called_as_every_pipeline() -> None:
     assert 0 <= one.min() < one.max() <= 1
     assert len(pipe(batch_size=2, **calls).images) == 2, "as the pipelines of diffusers without prompts"
     assert not torch.equal(pipe(2, generator=first, output_type="pt", **calls).images, one), "a generator moves on"
+
+
+def test_measurements_are_shown_in_colours() -> None:
+    space = Fields((3, 8, 8), (250.0,) * 3, (320.0,) * 3, show="1,2,3")
+    flow = RectifiedFlow(Unet(8, (1,), image_size=8, blocks_per_level=1), space=space)
+    [(_, expected)] = sample_batches(flow, range(1), steps=2)
+    pipe: Any = FlowPipeline(flow)
+    [image] = pipe(1, num_inference_steps=2).images
+    difference = np.asarray(image, int) - expected[0].permute(1, 2, 0).numpy()
+    assert abs(difference).max() <= 1
 
 
 @pytest.mark.parametrize("suffix", ["png", "webp"])

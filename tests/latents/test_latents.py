@@ -194,6 +194,14 @@ def test_latents_are_bounded() -> None:
     assert latents.abs().max() <= 3
 
 
+def test_the_exported_decoder_of_grey_pictures_has_one_channel() -> None:
+    """The page reads as many channels as the model says."""
+    space = Latents(Small(), 16, grey=True)
+    assert space.shape is not None
+    made = space.medium.decoders()["decoder"](torch.zeros(2, *space.shape))
+    assert made.shape[1:] == space.medium.picture_shape == (1, 16, 16)
+
+
 def test_a_flow_of_other_weights_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However the flow is loaded: after an upgrade of the package, other weights would decode without a word."""
     flow = RectifiedFlow(Unet(8, (1,), channels=8, image_size=4, attention_sides=()), space=Latents(Small(), 32))

@@ -1,6 +1,7 @@
 """Tests of runs on measurements: values, ranges, unknown values and the page; see also tests/contract."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from rectified_flow.data.open import open_dataset
 from rectified_flow.load import load_flow
 from rectified_flow.measurements.space import Fields
 from tests.contract.kinds import COUNT, SIDE, UNET, Runs
-from tests.programs import quick_program, refusal
+from tests.programs import call, quick_program, refusal
 from tests.ranks import run_on_ranks
 from tests.training.runs import losses
 
@@ -72,6 +73,16 @@ def test_samples_are_files_like_those_of_the_data(counts: Runs, floats: Runs, tm
     assert (values.shape, values.dtype) == ((2, SIDE, SIDE), np.float32)
     assert 250 < values.mean() < 320, "not in physical units"
     assert Image.open(tmp_path / "floats/grid.png").height > 2 * SIDE + 10, "no legend below"
+
+
+def test_the_nearest_fields_are_shown_in_the_colours_of_the_samples(
+    floats: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fields that hardly change are near, though the store shows them in other colours and with another scale."""
+    words = f"--checkpoint {floats.one} --num_samples 4 --steps 1 --from_images {floats.data}/floats --strength 0.0001"
+    call("sample.py", *f"{words} --nearest --output_dir {tmp_path}".split())
+    [distance] = re.findall(r"the smallest distance is ([\d.]+) of 256", capsys.readouterr().out)
+    assert float(distance) < 5
 
 
 def test_the_page_of_a_one_step_model_shows_a_channel(floats: Runs, tmp_path: Path) -> None:

@@ -136,6 +136,8 @@ def test_a_run_resumes_from_its_checkpoint_dir_without_the_flag(tmp_path: Path) 
     assert (place / "step_00000004/manifest.json").exists()
     call("sample.py", "--checkpoint", run, "--num_samples", 1, "--steps", 1, "--output_dir", tmp_path / "samples")
     assert (tmp_path / "samples/00000.png").exists()
+    call("sample.py", "--checkpoint", run, "--num_samples", 1, "--steps", 1)
+    assert (run / "generated/00000.png").exists(), "not beside the checkpoints"
 
 
 def test_two_runs_do_not_share_a_checkpoint_dir(tmp_path: Path) -> None:
