@@ -1,5 +1,6 @@
 """Events of the page: a handler answers at once, and a mistake of the user is a sentence."""
 
+import time
 from collections.abc import Callable, Collection, Sequence
 from functools import wraps
 from html import escape
@@ -42,7 +43,13 @@ def act(
     gr.on(events, told, inputs, [*outputs], show_progress="hidden", api_visibility="private", queue=queue)
 
 
-def file_shown(path: Path | None, **more: object) -> object:
-    """Return the new value of a component that shows a file, and is hidden if there is none."""
-    exists = path is not None and path.exists()
-    return gr.update(value=str(path) if exists else None, visible=exists, **more)
+def file_shown(path: Path | None, label: str = "", **more: object) -> object:
+    """Return the new value of a component that shows a file, and is hidden if there is none.
+
+    A label is given the time at which the file was written, so that a file that is replaced is shown anew.
+    """
+    if path is None or not path.exists():
+        return gr.update(value=None, visible=False)
+    if label:
+        more["label"] = time.strftime(f"{label}, %H:%M:%S", time.localtime(path.stat().st_mtime))
+    return gr.update(value=str(path), visible=True, **more)

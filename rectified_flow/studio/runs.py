@@ -1,6 +1,5 @@
 """The state of runs, read from their folders without torch: the studio keeps no state of its own about them."""
 
-import json
 import os
 import platform
 import signal
@@ -12,11 +11,11 @@ from pathlib import Path
 from rectified_flow.errors import UsageError
 from rectified_flow.registry import Document
 from rectified_flow.runs.training_config import CHECKPOINTS
-from rectified_flow.studio.jobs import is_alive, newest, text_of
+from rectified_flow.studio.jobs import is_alive, newest
 from rectified_flow.system.artifact import MANIFEST
 from rectified_flow.system.files import read_document
 
-CONFIG, STATUS, METRICS, SAMPLES = "config.json", "status.json", "metrics.jsonl", "samples"
+CONFIG, STATUS, LOSS, SAMPLES = "config.json", "status.json", "loss.png", "samples"
 """Names of the files of a run. The modules that define them import torch; tests/studio compares the names."""
 NEIGHBOURS = "neighbours.png"
 """Name of a picture among the samples of a run, also compared by tests/studio."""
@@ -25,8 +24,6 @@ STATES = ("running", "finished", "interrupted", "failed")
 ONE_STEP = "one-step"
 PICTURES = ("Pixels", "Latents", "LatentsInStep")
 """Kinds of spaces of pictures."""
-CURVES = {"loss": "training", "seen_loss": "some training pictures", "heldout_loss": "held-out pictures"}
-"""Names of losses in a line of metrics, and in words."""
 
 
 @dataclass(frozen=True)
@@ -102,19 +99,6 @@ class Run:
         """Whether the run can be sampled."""
         folder = Path(self.flags.get("checkpoint_dir") or self.folder / CHECKPOINTS)
         return any(folder.glob(f"step_*/{MANIFEST}"))
-
-    @property
-    def losses(self) -> list[Document]:
-        """Rows of the curves, with ``step``, ``loss`` and ``of``, the name of the curve."""
-        rows, before = list[Document](), Document()
-        for line in text_of(self.folder / METRICS).splitlines():
-            with suppress(ValueError, AttributeError):  # the line is damaged
-                values = json.loads(line)
-                for name, words in CURVES.items():
-                    if values.get(name) != before.get(name):  # lines repeat the last measurement
-                        rows.append({"step": values["step"], "loss": values[name], "of": words})
-                before = values
-        return rows
 
     @property
     def controls(self) -> list[Control]:

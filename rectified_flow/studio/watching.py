@@ -3,11 +3,10 @@
 from pathlib import Path
 
 import gradio as gr
-import pandas
 
 from rectified_flow.studio import commands, jobs, views
 from rectified_flow.studio.events import Values, act, file_shown
-from rectified_flow.studio.runs import NEIGHBOURS, SAMPLES, Run, run_names
+from rectified_flow.studio.runs import LOSS, NEIGHBOURS, SAMPLES, Run, run_names
 
 RESUMED = ("interrupted", "failed", "finished")
 """States from which a run continues."""
@@ -36,11 +35,10 @@ class WatchTab:
             label, info = "Earlier samples", "0 shows the newest ones."
             self.earlier = gr.Slider(0, 1, 0, step=1, label=label, info=info, visible=False)
             self.neighbours = gr.Image(alt_text="samples and training pictures", **hidden)
-            axes = {"x": "step", "y": "loss", "color": "of", "color_title": "loss of"}
-            self.curve = gr.LinePlot(title="Loss", visible=False, height=260, **axes)
+            self.loss = gr.Image(alt_text="loss over the steps", **hidden)
         self.inputs = {run, self.earlier}
         self.outputs = [self.card, self.stop, self.resume, self.more, self.image, self.earlier]
-        self.outputs += [self.neighbours, self.curve]
+        self.outputs += [self.neighbours, self.loss]
         act([self.stop.click], self.stop_run, {run})
         act([self.resume.click], self.resume_run, {run, self.more})
 
@@ -64,18 +62,16 @@ class WatchTab:
         run = Run(self.runs, values[self.run])
         can_stop = run.state in ("waiting", "preparing", "running") and not run.is_elsewhere
         resume = "Train longer" if run.state == "finished" else "Resume"
-        losses = pandas.DataFrame(run.losses, columns=["step", "loss", "of"])
         samples: list[tuple[int, Path | None]] = [*run.samples.items()] or [(0, None)]
         back = min(values[self.earlier] or 0, len(samples) - 1)
         step, picture = samples[-1 - back]
-        near = f"{NEAR} (step {samples[-1][0]:,})"
         return {
             self.card: views.run_card(run),
             self.stop: gr.update(visible=can_stop),
             self.resume: gr.update(value=resume, visible=run.state in RESUMED and bool(run.flags)),
             self.more: gr.update(visible=run.state == "finished"),
-            self.image: file_shown(picture, label=f"Samples at step {step:,}"),
+            self.image: file_shown(picture, f"Samples at step {step:,}"),
             self.earlier: gr.update(maximum=max(1, len(samples) - 1), visible=len(samples) > 1),
-            self.neighbours: file_shown(run.folder / SAMPLES / NEIGHBOURS, label=near),
-            self.curve: gr.update(value=losses, visible=len(losses) > 1),
+            self.neighbours: file_shown(run.folder / SAMPLES / NEIGHBOURS, NEAR),
+            self.loss: file_shown(run.folder / LOSS, "Loss"),
         }

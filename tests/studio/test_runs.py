@@ -56,7 +56,8 @@ def run(tmp_path: Path) -> Path:
 
 def test_names_of_files_are_those_of_a_run() -> None:
     assert (CONFIG_FILE, run_folder.STATUS_FILE) == (runs.CONFIG, runs.STATUS)
-    assert (run_folder.SAMPLES, run_folder.LOGS[0]) == (runs.SAMPLES, runs.METRICS)
+    assert run_folder.SAMPLES == runs.SAMPLES
+    assert runs.LOSS in run_folder.RUN_FILES
     assert f"{runs.SAMPLES}/{runs.NEIGHBOURS}" == copies.NEIGHBOURS
 
 
@@ -85,17 +86,10 @@ def test_a_run_ends_when_its_status_says(run: Path) -> None:
 
 def test_a_folder_that_vanishes_or_is_damaged_has_no_state(tmp_path: Path) -> None:
     gone = Run(tmp_path, "gone")
-    assert (gone.state, gone.status, gone.samples, gone.losses, gone.has_checkpoint) == (
-        "interrupted",
-        {},
-        {},
-        [],
-        False,
-    )
+    assert (gone.state, gone.status, gone.samples, gone.has_checkpoint) == ("interrupted", {}, {}, False)
     write(tmp_path / "odd", runs.CONFIG, {"training": {"method": 3}, "flow": [1]})
-    (tmp_path / "odd" / runs.METRICS).write_bytes(b'[1]\n\xff\n{"step": "x"}\n')
     odd = Run(tmp_path, "odd")
-    assert (odd.status, odd.controls, odd.takes_pictures, odd.losses) == ({}, [], False, [])
+    assert (odd.status, odd.controls, odd.takes_pictures) == ({}, [], False)
 
 
 def test_conditions_are_the_controls_of_a_person(run: Path) -> None:
@@ -134,12 +128,6 @@ def test_runs_and_their_one_step_generators_are_found_newest_first(run: Path) ->
     for age, name in enumerate(("dogs", "cats", "cats/one-step")):
         os.utime(run.parent / name / runs.CONFIG, (age, age))
     assert runs.run_names(run.parent) == ["cats/one-step", "cats", "dogs"]
-
-
-def test_a_curve_has_a_measurement_once(run: Path) -> None:
-    lines = [{"step": 1, "loss": 2.0, "heldout_loss": 3.0}, {"step": 2, "loss": 1.0, "heldout_loss": 3.0}]
-    (run / runs.METRICS).write_text("\n".join(map(json.dumps, lines)))
-    assert [(row["step"], row["loss"]) for row in Run(run.parent, run.name).losses] == [(1, 2.0), (1, 3.0), (2, 1.0)]
 
 
 def test_a_run_of_a_terminal_is_asked_to_stop(run: Path) -> None:
