@@ -8,8 +8,9 @@ import gradio as gr
 from rectified_flow.studio.choosing import ChooseTabs
 from rectified_flow.studio.events import Values, act
 from rectified_flow.studio.playing import PlayTab
+from rectified_flow.studio.runs import run_names
 from rectified_flow.studio.taking import TakeTab
-from rectified_flow.studio.watching import WatchTab, names_of_runs
+from rectified_flow.studio.watching import WatchTab
 
 EVERY = 1.5  # time between two looks at the disk [s]
 QUEUE_POLL = 0.02  # time between two looks of Gradio at the events that wait [s]
@@ -27,7 +28,7 @@ def build(runs: Path, *, is_local: bool = True) -> gr.Blocks:
     """
     with gr.Blocks(title="Studio", analytics_enabled=False) as page:
         gr.HTML(HEAD)
-        run = gr.Dropdown(names_of_runs(runs), value=None, label="Run", interactive=True, visible=False, elem_id="run")
+        run = gr.Dropdown(run_names(runs), value=None, label="Run", interactive=True, visible=False, elem_id="run")
         with gr.Tabs(elem_id="steps") as tabs:
             choose = ChooseTabs(runs, run, tabs)
             others = WatchTab(runs, run), PlayTab(runs, run), TakeTab(runs, run, is_local=is_local)
@@ -44,7 +45,7 @@ def refresh(runs: Path, run: gr.Dropdown, parts: Sequence[ChooseTabs | WatchTab 
     pulse, shown = gr.Textbox(visible="hidden"), gr.State({})
 
     def wanted(values: Values) -> Values:
-        names = names_of_runs(runs)
+        names = run_names(runs)
         chosen = values[run] if values[run] in names else next(iter(names), None)
         new = {run: gr.update(choices=names, value=chosen, visible=bool(names))}
         for part in parts:

@@ -11,7 +11,7 @@ from pathlib import Path
 from rectified_flow.errors import UsageError
 from rectified_flow.registry import Document
 from rectified_flow.runs.training_config import CHECKPOINTS
-from rectified_flow.studio.jobs import is_alive, newest
+from rectified_flow.studio.jobs import is_alive, jobs, newest
 from rectified_flow.system.artifact import MANIFEST
 from rectified_flow.system.files import read_document
 
@@ -116,10 +116,15 @@ class Run:
 
 
 def run_names(runs: Path) -> list[str]:
-    """Return the names of the runs in a folder, newest first; a one-step generator lies in the folder of its run."""
+    """Return the names of the runs, newest first: those without a folder, which wait or failed, then the others.
+
+    A one-step generator lies in the folder of its run.
+    """
+    asked = [job.command.run for job in reversed(jobs(runs, "train"))]
     configs = [*runs.glob(f"*/{CONFIG}"), *runs.glob(f"*/{ONE_STEP}/{CONFIG}")]
     newest_first = sorted(configs, key=os.path.getmtime, reverse=True)
-    return [str(path.parent.relative_to(runs)) for path in newest_first if _part(document(path), "training")]
+    found = [str(path.parent.relative_to(runs)) for path in newest_first if _part(document(path), "training")]
+    return [*(name for name in dict.fromkeys(asked) if name not in found), *found]
 
 
 def document(path: Path) -> Document:

@@ -6,17 +6,11 @@ import gradio as gr
 
 from rectified_flow.studio import commands, jobs, views
 from rectified_flow.studio.events import Values, act, file_shown
-from rectified_flow.studio.runs import LOSS, NEIGHBOURS, SAMPLES, Run, run_names
+from rectified_flow.studio.runs import LOSS, NEIGHBOURS, SAMPLES, Run
 
 RESUMED = ("interrupted", "failed", "finished")
 """States from which a run continues."""
 NEAR = "Samples most similar to training pictures, each followed by its nearest training pictures"
-
-
-def names_of_runs(runs: Path) -> list[str]:
-    """Return the names of the runs, newest first: those without a folder, which wait or failed, then the others."""
-    asked, found = [job.command.run for job in reversed(jobs.jobs(runs, "train"))], run_names(runs)
-    return [*(name for name in dict.fromkeys(asked) if name not in found), *found]
 
 
 class WatchTab:
