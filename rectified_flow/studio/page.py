@@ -19,19 +19,14 @@ CSS = Path(__file__).with_name("page.css")
 THEME = gr.themes.Base(primary_hue="teal", secondary_hue="teal", neutral_hue="slate")
 
 
-def build(runs: Path, *, is_local: bool = True) -> gr.Blocks:
-    """Return the page of a folder of runs, which is not served yet.
-
-    Args:
-        runs: the folder.
-        is_local: whether browsers of this machine open the page.
-    """
+def build(runs: Path) -> gr.Blocks:
+    """Return the page of a folder of runs, which is not served yet."""
     with gr.Blocks(title="Studio", analytics_enabled=False) as page:
         gr.HTML(HEAD)
         run = gr.Dropdown(run_names(runs), value=None, label="Run", interactive=True, visible=False, elem_id="run")
         with gr.Tabs(elem_id="steps") as tabs:
             choose = ChooseTabs(runs, run, tabs)
-            others = WatchTab(runs, run), PlayTab(runs, run), TakeTab(runs, run, is_local=is_local)
+            others = WatchTab(runs, run), PlayTab(runs, run), TakeTab(runs, run)
         act([page.load], choose.restore, {choose.draft}, choose.restored)
         refresh(runs, run, [choose, *others])
     page._queue.sleep_when_free = QUEUE_POLL  # by default 1 ms, which takes 7% of a core while nothing happens

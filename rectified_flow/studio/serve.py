@@ -32,7 +32,7 @@ def open_page(flags: PageConfig, *, inline: bool = False) -> None:
     resume(runs)
     from rectified_flow.studio import page as pages
 
-    page = pages.build(runs, is_local=flags.host == LOCALHOST)
+    page = pages.build(runs)
     try:
         page.launch(
             server_name=flags.host,

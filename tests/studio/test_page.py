@@ -137,7 +137,7 @@ def test_the_way_from_dropped_pictures_to_the_opened_page(browser: Any, tmp_path
         page.click("#make-page")
         link = page.get_by_role("link", name="Open the page")
         with browser.new_page() as shown:
-            shown.goto(link.get_attribute("href"))
+            shown.goto(address + link.get_attribute("href"))
             shown.wait_for_selector("#pictures canvas")
         with page.expect_download() as download:
             page.click("#zip-page")
