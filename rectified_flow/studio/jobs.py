@@ -12,9 +12,10 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from shutil import make_archive, rmtree
 from subprocess import DEVNULL, Popen
@@ -213,14 +214,12 @@ def _run(job: Job) -> int:
         replace_file(job.folder / PROCESS, str(process.pid), durable=False)
     while process.poll() is None and not job.is_stopping:
         time.sleep(POLL)
-    if job.is_stopping:
-        process.terminate()
+    process.terminate()  # nothing is sent to a process that has ended
     return process.wait()
 
 
-@cache
-def _command(path: Path) -> Command:
-    return read_document(path, Command)
+_command: Callable[[Path], Command] = cache(partial(read_document, schema=Command))
+"""Returns the contents of a ``job.json``."""
 
 
 if __name__ == "__main__":
