@@ -69,9 +69,8 @@ class ChooseTabs:
         act([self.files.upload], self.take_files, {self.files, *everything}, [*looked, self.files])
         act([flowers.click], self.take_flowers, everything, [*looked, tabs])
         changes = [use.click, folder.submit, minutes.release, minutes.input, one_step.input, columns.input, goal.input]
-        menus = [field for field in self.further.values() if isinstance(field, gr.Dropdown)]
-        texts = [source, *(field for field in self.further.values() if field not in menus)]
-        act([*changes, *(each.input for each in menus), *(each.blur for each in texts)], self.look, everything, looked)
+        changes += [field.blur for field in (source, *self.further.values())]
+        act(changes, self.look, everything, looked)
         act([self.on.click], lambda _: {tabs: gr.Tabs(selected="time")}, {self.draft}, [tabs], queue=False)
         act([self.go.click], self.start, everything, [run, tabs])
 
