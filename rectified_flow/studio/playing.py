@@ -1,8 +1,6 @@
 """The tab Play: sample with conditions, vary a picture, generate a part of it, or draw it again from its file."""
 
-import shutil
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import gradio as gr
@@ -13,10 +11,12 @@ from rectified_flow.registry import Document
 from rectified_flow.studio import commands, jobs, views
 from rectified_flow.studio.events import Component, Values, act, file_shown
 from rectified_flow.studio.runs import Control, Run
-from rectified_flow.studio.uploads import unused
+from rectified_flow.studio.uploads import receive, unused
 
-DRAWN, SOURCES = "drawn", "sources"
-"""Folders of a run for drawn pictures, and for the pictures that are translated or painted."""
+DRAWN = "drawn"
+"""Folder of a run for drawn pictures."""
+MOMENT = "%Y-%m-%d-%H%M%S"
+"""Name of a folder, by the time at which it is made."""
 NEAREST = "nearest.png"
 WHITE = "#ffffff"
 ON = {"interactive": True}
@@ -70,14 +70,15 @@ class PlayTab:
             if run.takes_pictures and not flags:
                 if not values[sources]:
                     raise UsageError("This run translates pictures: add some first.")
-                flags["from_images"] = moved(values[sources], self._new_folder(name, SOURCES))
+                files = [Path(file) for file in values[sources]]
+                flags["from_images"] = receive(self.runs / name, time.strftime(MOMENT), files)
             chosen = {flag: values[field] or None for flag, field in settings.items()}
             self._start(name, chosen | flags, {condition: values[field] for condition, field in conditions.items()})
 
         def fill_part(values: Values) -> None:
             """Generate the painted part of a picture, several times."""
             pictures, flags = picture_and_mask(values[painted]), {"variants": values[settings["num_samples"]]}
-            folder = self._new_folder(name, SOURCES)
+            folder = receive(self.runs / name, time.strftime(MOMENT), [])
             for flag, picture in zip(("from_images", "mask"), pictures, strict=True):
                 flags[flag] = folder / f"{flag}.png"
                 picture.save(flags[flag])
@@ -108,15 +109,10 @@ class PlayTab:
         self._start(values[self.run], {"like": values[self.file]}, {})
 
     def _start(self, name: str, flags: Document, conditions: Document) -> None:
-        flags = {**flags, "output_dir": self._new_folder(name, DRAWN)}
-        words = commands.draw(Run(self.runs, name), conditions, flags)
-        jobs.start(self.runs, "draw", name, words)
-
-    def _new_folder(self, name: str, kind: str) -> Path:
-        """Create a folder named by the current time, in a subfolder of the run, and return it."""
-        folder = unused(self.runs / name / kind / time.strftime("%Y-%m-%d-%H%M%S"))
+        folder = unused(self.runs / name / DRAWN / time.strftime(MOMENT))
         folder.mkdir(parents=True)
-        return folder
+        words = commands.draw(Run(self.runs, name), conditions, {**flags, "output_dir": folder})
+        jobs.start(self.runs, "draw", name, words)
 
     def wanted(self, values: Values) -> Values:
         """Return the newest pictures of a run."""
@@ -171,13 +167,6 @@ def settings_of(run: Run) -> dict[str, Component]:
 def pictures_in(folder: Path) -> list[str]:
     """Return the samples in a folder of drawn pictures, and the grid of them."""
     return [str(file) for file in sorted(folder.glob("*.png")) if file.name != NEAREST]
-
-
-def moved(files: Sequence[str], folder: Path) -> Path:
-    """Move uploaded files into a folder, and return it."""
-    for file in files:
-        shutil.move(file, unused(folder / Path(file).name))
-    return folder
 
 
 def picture_and_mask(painted: Document) -> tuple[Image.Image, Image.Image]:

@@ -7,14 +7,20 @@ from zipfile import ZipFile
 
 from rectified_flow.errors import UsageError, first_line
 
-PICTURES = Path("pictures")
-"""Folder of dropped pictures, in the folder of the runs."""
+PICTURES = "pictures"
+"""Folder of dropped pictures, in the folder of the runs or of a run."""
 ROOM = 2**30  # bytes of disk that stay free
 
 
-def receive(runs: Path, name: str, files: Sequence[Path]) -> Path:
-    """Put dropped files into a new folder, and return it. Nothing stays if one of them cannot be used."""
-    folder = unused(runs / PICTURES / name)
+def receive(place: Path, name: str, files: Sequence[Path]) -> Path:
+    """Put dropped files into a new folder, and return it. Nothing stays if one of them cannot be used.
+
+    Args:
+        place: the folder of the runs, or of a run.
+        name: name of the new folder, which gets a number if there is a folder of this name.
+        files: the files, which are moved, or unpacked if they are zips.
+    """
+    folder = unused(place / PICTURES / name)
     folder.mkdir(parents=True)
     try:
         for file in files:
