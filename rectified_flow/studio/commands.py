@@ -80,7 +80,7 @@ def extend(run: Run, minutes: float) -> list[str]:
 def draw(run: Run, conditions: Document, flags: Document) -> list[str]:
     """Return the words that sample pictures with some values of the conditions; empty ones are not given."""
     given = {name: value for name, value in conditions.items() if value not in ("", None)}
-    captions = [given.pop(control.name) for control in run.controls if control.examples and control.name in given]
+    captions = [given.pop(name) for name, kind in run.controls.items() if "encoder" in kind and name in given]
     chosen = {"set": [f"{name}={value}" for name, value in given.items()], "prompt": next(iter(captions), None)}
     return ["sample", *command_line({"checkpoint": run.folder, **chosen, **flags})]
 

@@ -10,7 +10,7 @@ from rectified_flow.errors import UsageError
 from rectified_flow.registry import Document
 from rectified_flow.studio import commands, jobs, views
 from rectified_flow.studio.events import Component, Values, act, file_shown
-from rectified_flow.studio.runs import Control, Run
+from rectified_flow.studio.runs import Run
 from rectified_flow.studio.uploads import receive, unused
 
 DRAWN = "drawn"
@@ -53,7 +53,7 @@ class PlayTab:
             return
         run = Run(self.runs, name)
         with gr.Row():
-            conditions = {control.name: field_of(control) for control in run.controls}
+            conditions = {condition: field_of(condition, kind) for condition, kind in run.controls.items()}
         settings = settings_of(run)
         files = {"file_count": "multiple", "file_types": ["image"], "visible": run.takes_pictures}
         sources = gr.File(label="Pictures to translate", **files, **ON)
@@ -132,14 +132,16 @@ class PlayTab:
         }
 
 
-def field_of(control: Control) -> Component:
-    """Return the field in which a person sets a condition; an empty text does not set it."""
-    words = {"label": control.name.replace("_", " "), **ON}
-    if control.choices:
-        return gr.Dropdown([("any", ""), *control.choices], value="", **words)
-    if control.span is not None:
-        return gr.Slider(*control.span, value=sum(control.span) / 2, **words)
-    return gr.Textbox("", placeholder=next(iter(control.examples), ""), **words)
+def field_of(name: str, kind: Document) -> Component:
+    """Return the field in which a person sets a condition, by its description; an empty text does not set it."""
+    words = {"label": name.replace("_", " "), **ON}
+    if "num_classes" in kind:
+        names = kind.get("names") or range(kind["num_classes"])
+        return gr.Dropdown([("any", ""), *map(str, names)], value="", **words)
+    if quantiles := kind.get("quantiles"):
+        low, high = quantiles[0], quantiles[-1]
+        return gr.Slider(low, high, value=(low + high) / 2, **words)
+    return gr.Textbox("", placeholder=next(iter(kind.get("examples") or ()), ""), **words)
 
 
 def settings_of(run: Run) -> dict[str, Component]:
@@ -154,7 +156,7 @@ def settings_of(run: Run) -> dict[str, Component]:
         settings["steps"] = gr.Slider(1, 64, 16 if guides else 1, step=1, label="Steps", info=info, **ON)
         if guides and run.controls:
             info = "Above 1, pictures follow their values more clearly and vary less."
-            scale = 2 if any(control.examples for control in run.controls) else 1
+            scale = 2 if any("encoder" in kind for kind in run.controls.values()) else 1
             settings["guidance_scale"] = gr.Slider(1, 6, scale, step=0.25, label="Guidance", info=info, **ON)
         if guides:
             info = "Above 1, samples are guided away from an early checkpoint of the run."

@@ -4,7 +4,6 @@ import os
 import platform
 import signal
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
@@ -22,21 +21,10 @@ NEIGHBOURS = "neighbours.png"
 STATES = ("running", "finished", "interrupted", "failed")
 """States in the status of a run."""
 ONE_STEP = "one-step"
+SET_BY = {"num_classes", "quantiles", "encoder"}
+"""Names in the descriptions of conditions that a person sets: classes, numbers and captions."""
 PICTURES = ("Pixels", "Latents", "LatentsInStep")
 """Kinds of spaces of pictures."""
-
-
-@dataclass(frozen=True)
-class Control:
-    """A condition of a trained flow, as a person sets it."""
-
-    name: str
-    choices: tuple[str, ...] = ()
-    """The values of a menu."""
-    span: tuple[float, float] | None = None
-    """The smallest and the largest number in the training data."""
-    examples: tuple[str, ...] = ()
-    """Captions to start from."""
 
 
 class Run:
@@ -50,6 +38,8 @@ class Run:
         self.flags, self.flow = _part(self.config, "training"), _part(self.config, "flow")
         """The flags that start the run again, and the description of the flow."""
         self.conditions = _part(_part(self.flow, "network"), "conditions")
+        self.controls = {name: kind for name, kind in self.conditions.items() if SET_BY & kind.keys()}
+        """The descriptions of the conditions that a person can set, by name."""
         self.is_one_step = self.flow.get("kind") != "RectifiedFlow"
         """Whether the flow needs one call of its network by default."""
         self.takes_pictures = bool(self.flow.get("from_source")) or "source" in self.conditions
@@ -99,20 +89,6 @@ class Run:
         """Whether the run can be sampled."""
         folder = Path(self.flags.get("checkpoint_dir") or self.folder / CHECKPOINTS)
         return any(folder.glob(f"step_*/{MANIFEST}"))
-
-    @property
-    def controls(self) -> list[Control]:
-        """The conditions that a person can set."""
-        controls = list[Control]()
-        for name, kind in self.conditions.items():
-            if kind.get("kind") == "Labels":
-                names = kind.get("names") or range(kind["num_classes"])
-                controls.append(Control(name, choices=tuple(map(str, names))))
-            elif quantiles := kind.get("quantiles"):
-                controls.append(Control(name, span=(quantiles[0], quantiles[-1])))
-            elif "encoder" in kind:
-                controls.append(Control(name, examples=tuple(kind.get("examples") or ())))
-        return controls
 
 
 def run_names(runs: Path) -> list[str]:

@@ -11,14 +11,15 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rectified_flow.registry import Document
 from rectified_flow.runs import folder as run_folder
 from rectified_flow.runs.checkpoint import CONFIG_FILE
 from rectified_flow.studio import runs
-from rectified_flow.studio.runs import Control, Run
+from rectified_flow.studio.runs import Run
 from rectified_flow.training import copies
 from tests.patience import PATIENCE
 
-CONDITIONS = {
+CONDITIONS: dict[str, Document] = {
     "labels": {"kind": "Labels", "num_classes": 2, "names": ["cat", "<b>dog"]},
     "size": {"kind": "Number", "quantiles": [1.0, 2.0, 8.0]},
     "text": {"kind": "Caption", "encoder": {}, "examples": ["a red cat"]},
@@ -89,15 +90,20 @@ def test_a_folder_that_vanishes_or_is_damaged_has_no_state(tmp_path: Path) -> No
     assert (gone.state, gone.status, gone.samples, gone.has_checkpoint) == ("interrupted", {}, {}, False)
     write(tmp_path / "odd", runs.CONFIG, {"training": {"method": 3}, "flow": [1]})
     odd = Run(tmp_path, "odd")
-    assert (odd.status, odd.controls, odd.takes_pictures) == ({}, [], False)
+    assert (odd.status, odd.controls, odd.takes_pictures) == ({}, {}, False)
 
 
-def test_conditions_are_the_controls_of_a_person(run: Path) -> None:
-    assert Run(run.parent, run.name).controls == [
-        Control("labels", choices=("cat", "<b>dog")),
-        Control("size", span=(1.0, 8.0)),
-        Control("text", examples=("a red cat",)),
-    ]
+def test_a_person_sets_classes_numbers_and_captions(run: Path) -> None:
+    others = {"source": {"kind": "Picture"}, "augmentation": {"kind": "AugmentationLabels"}}
+    write(run, runs.CONFIG, {"training": {}, "flow": {"network": {"conditions": others | CONDITIONS}}})
+    assert Run(run.parent, run.name).controls == CONDITIONS
+    pytest.importorskip("gradio")
+    from rectified_flow.studio.playing import field_of
+
+    labels, size, text = (field_of(name, kind) for name, kind in CONDITIONS.items())
+    assert [value for _, value in labels.choices] == ["", "cat", "<b>dog"]
+    assert (size.minimum, size.maximum, size.value) == (1.0, 8.0, 4.5)
+    assert (text.value, text.placeholder) == ("", "a red cat")
 
 
 @pytest.mark.parametrize(
