@@ -76,10 +76,12 @@ def test_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(figures["1 call"][name] >= 0 for name in ("frechet", "precision", "recall", "copies"))
 
 
+@pytest.mark.slow
 def test_quality(tmp_path: Path) -> None:
     assert compute(row_of("quality", "here", tmp_path))["averaged weights"]["frechet"] > 0
 
 
+@pytest.mark.slow
 def test_few_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from studies import few_pictures
 

@@ -160,6 +160,7 @@ def test_a_mixture_has_the_shares_of_its_sources(state: Path) -> None:
     assert {row for name, row in data.rows if name == "first"} == set(range(38))  # without those that are held out
 
 
+@pytest.mark.slow
 def test_an_arm_waits_resumes_and_is_measured(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = starter.Flags(state, "b", images=32 * 6)
 
