@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
@@ -20,10 +20,12 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from rectified_flow.cli.data import data_of, flags_of_files
+from rectified_flow.cli.training_flags import ColumnConfig, DataConfig, SourceConfig
 from rectified_flow.data import OXFORD_FLOWERS
-from rectified_flow.data.open import open_dataset
 from rectified_flow.data.store_writer import default_cache_dir
 from rectified_flow.errors import UsageError
+from rectified_flow.flags import with_values
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("torch", "torchvision", "accelerate", "datasets", "ema-pytorch", "einops", "wandb", "safetensors", "tyro")
@@ -98,7 +100,14 @@ def check_devices() -> str:
 
 def check_data(flags: Flags) -> str:
     """Return the size of the dataset, after reading one batch from its store."""
-    dataset = open_dataset(flags.dataset, flags.dataset_path, image_size=flags.image_size, cache_dir=flags.cache_dir)
+    data = DataConfig(
+        dataset=(flags.dataset,),
+        dataset_path=flags.dataset_path,
+        image_size=flags.image_size,
+        cache_dir=flags.cache_dir,
+    )
+    data = with_values(data, flags_of_files(data))  # measurements, if most files are
+    dataset: Any = data_of(data, SourceConfig(), ColumnConfig()).open()
     images = dataset.read_batch(range(min(8, len(dataset))))["images"]
     return (
         f"{len(dataset)} images, {len(dataset.class_names)} classes; a batch {tuple(images.shape)} {images.dtype}, "
@@ -115,8 +124,11 @@ def check_text(flags: Flags) -> str:
             raise ProblemError(f"the Python package {package} is not installed: pip install -e '.[text]'") from error
     sys.path.append(str(ROOT / "examples/text"))
     from line_store import open_lines
+    from token_lines import HELD_OUT_EVERY
 
-    lines = open_lines(flags.text, cache_dir=flags.cache_dir)
+    lines, least = open_lines(flags.text, cache_dir=flags.cache_dir), 2 * HELD_OUT_EVERY
+    if len(lines) < least:
+        raise ProblemError(f"--text has {len(lines)} lines, too few for a held-out set: pass at least {least}")
     return f"{len(lines):,} lines, the first is {lines[0][:40]!r}; index in {lines.folder}"
 
 

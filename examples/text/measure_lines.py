@@ -11,6 +11,7 @@ import pickle
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -200,10 +201,11 @@ def processor_name() -> str:
 def main(flags: Flags) -> None:
     """Print a table of the measurements."""
     os.environ["HF_HUB_OFFLINE"] = "1"
-    path = flags.folder / "lines.txt"
+    folder = Path(tempfile.mkdtemp(prefix="lines-", dir=flags.folder))
+    path = folder / "lines.txt"
     make_text(path, flags.lines)
     ways: dict[str, Open] = {"index": open_index} | ({"table": LineTable} if flags.table else {})
-    found = {name: measure(opened, path, flags.folder / name, flags) for name, opened in ways.items()}
+    found = {name: measure(opened, path, folder / name, flags) for name, opened in ways.items()}
     print(f"{flags.lines:,} lines, {path.stat().st_size / 1e9:.2f} GB, {processor_name()}\n")
     print(f"| | {' | '.join(found)} |\n|---|{'---|' * len(found)}")
     for row in found["index"]:

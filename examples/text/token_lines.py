@@ -103,10 +103,14 @@ def load_tokenizer(path: Path) -> Tokenizer:
         raise DamageError(f"{path} is damaged ({first_line(error)}): start a new run in another folder") from error
 
 
-def make_tokenizer(path: Path, lines: Split, vocabulary: int) -> None:
-    """Train a run's tokenizer on the first lines, and write it to ``path``, unless there is one."""
+def make_tokenizer(path: Path, lines: Split, vocabulary: int, *, has_begun: bool = False) -> None:
+    """Train a run's tokenizer on the first lines, and write it to ``path``.
+
+    A run that has begun keeps its tokenizer. That of a start that ended before its first checkpoint is replaced, as its
+    text may have been another one.
+    """
     claim(prepare_folder("output_dir", path.parent), [path.name])
-    if not path.exists():
+    if not (has_begun and path.exists()):
         tokenizer = Tokenizer(models.BPE(unk_token=UNKNOWN))
         tokenizer.normalizer = normalizers.NFC()
         tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()

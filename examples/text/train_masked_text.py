@@ -30,7 +30,8 @@ from rectified_flow.cli.program_flags import ProgramConfig
 from rectified_flow.distributed import on_main
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import Flags, Positive, default_is, flag, recorded
-from rectified_flow.runs.folder import check_start
+from rectified_flow.runs import checkpoint
+from rectified_flow.runs.folder import check_start, prepare_folders
 from rectified_flow.system.pictures import Panel, draw_panels
 from token_lines import HELD_OUT_EVERY, Split, TokenLines, load_tokenizer, make_tokenizer
 
@@ -144,7 +145,9 @@ def train(flags: TextFlags) -> bool:
         raise UsageError(f"--text has {len(lines)} lines, too few for a held-out set: pass at least {least}")
     trained, held_out = Split(lines, max_samples=text.max_train_samples), Split(lines, held_out=True)
     path = flags.run.output_dir / "tokenizer.json"
-    on_main(state, lambda: make_tokenizer(path, trained, text.vocabulary))
+    on_main(state, lambda: prepare_folders(flags.run))  # also proves that a copied run is one
+    has_begun = on_main(state, lambda: bool(checkpoint.list_checkpoints(flags.run.checkpoints)))
+    on_main(state, lambda: make_tokenizer(path, trained, text.vocabulary, has_begun=has_begun))
     training, measured = (TokenLines(each, path, text.length) for each in (trained, held_out))
     accuracy = Accuracy(measured, text.measure_every, text.measured_lines)
     model = MaskedModel(load_tokenizer(path).get_vocab_size(), text.length, text.width, text.layers)

@@ -72,7 +72,10 @@ def find_clips(folder: Path) -> list[Clip]:
     if not folder.is_dir():
         raise UsageError(f"--dataset_path {folder} is not a folder: pass a folder of clips with captions")
     listed = _listed_captions(folder / METADATA_FILE)
-    clips = [Clip(path, listed.get(path.resolve()) or _caption_beside(path)) for path in _paths(folder)]
+    clips = [
+        Clip(path, listed[path.resolve()] if path.resolve() in listed else _caption_beside(path))
+        for path in _paths(folder)
+    ]
     if not clips:
         kinds = ", ".join(suffix[1:] for suffix in VIDEO_SUFFIXES)
         empty = f"--dataset_path {folder} contains no clips ({kinds}, or folders of frames)"
@@ -104,7 +107,8 @@ def _paths(folder: Path) -> Iterator[Path]:
 
 def _pictures(folder: Path) -> list[Path]:
     """Return the pictures of a folder in the order of the numbers in their names: 10 follows 9."""
-    pictures = [path for path in folder.iterdir() if path.suffix.lower() in FRAME_SUFFIXES]
+    shown = (path for path in folder.iterdir() if not path.name.startswith("."))
+    pictures = [path for path in shown if path.suffix.lower() in FRAME_SUFFIXES]
     parts = {path: re.split(r"(\d+)", path.name) for path in pictures}
     return sorted(pictures, key=lambda path: [int(part) if part.isdecimal() else part for part in parts[path]])
 
@@ -131,7 +135,7 @@ def _frames(path: Path, fps: float) -> Iterator[Image.Image]:
 def _listed_captions(path: Path) -> dict[Path, str]:
     """Return the captions of a metadata file by clip."""
     captions = {}
-    for number, row in enumerate(_read(path).splitlines() if path.exists() else [], start=1):
+    for number, row in enumerate(_read(path).split("\n") if path.exists() else [], start=1):
         if not row.strip():
             continue
         try:

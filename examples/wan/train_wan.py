@@ -23,11 +23,10 @@ from rectified_flow.errors import UsageError
 from rectified_flow.flags import plain, recorded
 from rectified_flow.flows.times import LogitNormal, TimeDistribution
 from rectified_flow.runs import checkpoint
-from rectified_flow.runs.folder import check_start, read_config
+from rectified_flow.runs.folder import check_start, prepare_folders, read_config
 from rectified_flow.system.artifact import claim
-from rectified_flow.system.files import prepare_folder
 from rectified_flow.system.terminal import line
-from wan_callbacks import LORA_FILE, TRANSFORMER, LoraFile, SampledClips, TransformerFolder
+from wan_callbacks import LORA_FILE, TRANSFORMER, LoraFile, SampledClips, write_transformer
 from wan_flags import WanFlags
 from wan_flow import ClipFlow, ExpertTimes, WanNetwork
 from wan_pipeline import Wan
@@ -53,8 +52,8 @@ def train(flags: WanFlags) -> bool:
     set_seed(run_flags.seed)
     on_main(state, lambda: check_start(run_flags))
     on_main(state, lambda: check_same_run(flags))
-    folder = on_main(state, lambda: prepare_folder("output_dir", run_flags.output_dir))
-    on_main(state, lambda: claim(folder, [LORA_FILE if config.lora_rank else TRANSFORMER]))
+    on_main(state, lambda: prepare_folders(run_flags))  # also proves that a copied run is one
+    on_main(state, lambda: claim(run_flags.output_dir, [LORA_FILE if config.lora_rank else TRANSFORMER]))
     clips = find_clips(config.dataset_path)
     wan = Wan(config, state.device)
     if config.lora_rank == 0:
@@ -75,9 +74,13 @@ def train(flags: WanFlags) -> bool:
     if state.is_main_process:
         low, high = wan.noise_range
         print(line("times", f"logit-normal, shift {wan.time_shift:g}, {wan.expert} from {low:g} to {high:g}"))
-    callbacks: list[Callback] = [LoraFile() if config.lora_rank else TransformerFolder()]
+    callbacks: list[Callback] = [LoraFile()] if config.lora_rank else []
     if run_flags.num_samples:
         count, steps, every = run_flags.num_samples, run_flags.sample_steps or 30, run_flags.sample_every
         callbacks.append(SampledClips(wan, clips, dataset, count=count, steps=steps, every=every))
     without_grid = replace(run_flags, num_samples=0)  # the pipeline samples, not the flow
-    return Trainer(flow, dataset, without_grid, callbacks=callbacks, flags=recorded(flags)).train()
+    trainer = Trainer(flow, dataset, without_grid, callbacks=callbacks, flags=recorded(flags))
+    finished = trainer.train()
+    if finished and not config.lora_rank:
+        write_transformer(trainer)  # also if the run was killed here, or the disk was full, and is started again
+    return finished

@@ -65,15 +65,12 @@ class LoraFile(Callback):
             write_output(folder / LORA_FILE, (Path(stage) / LORA_FILE).read_bytes())
 
 
-class TransformerFolder(Callback):
-    """The averaged transformer as a folder for ``WanTransformer3DModel.from_pretrained``, written at the end."""
-
-    def on_end(self, trainer: Trainer) -> None:
-        """Write the folder."""
-        folder = trainer.config.output_dir / TRANSFORMER
-        if trainer.accelerator.is_main_process:
-            with writing(folder):
-                transformer_of(trainer).save_pretrained(folder)
+def write_transformer(trainer: Trainer) -> None:
+    """Write the averaged transformer as a folder for ``WanTransformer3DModel.from_pretrained``."""
+    folder = trainer.config.output_dir / TRANSFORMER
+    if trainer.accelerator.is_main_process:
+        with writing(folder):
+            transformer_of(trainer).save_pretrained(folder)
 
 
 class SampledClips(Measurement):

@@ -119,7 +119,7 @@ def open_distilled(
         space: the space of the student, which stores the samples.
         holdout: share and seed of the pictures that are held out, whose sources and columns no sample has.
         precision: precision of the teacher's network: ``bf16``, or another one for float32.
-        tick: called after each batch of samples.
+        tick: called before each batch of samples.
 
     Returns:
         A dataset whose items have data as the space stores them, and ``noise``, float16 of the shape of ``x``, or
@@ -145,9 +145,8 @@ def open_distilled(
             generator = _Generator(recipe, earlier, distilled.kind, pictures, space, holdout)
 
             def draw(numbers: Sequence[int]) -> dict[str, Tensor]:
-                rows = generator.rows(numbers)
                 tick()
-                return rows
+                return generator.rows(numbers)
 
             fill(store, draw, generator.store_info, doing="drawing", batch_size=BATCH_SIZE)
     return StoreDataset(store.path, pictures.described)

@@ -4,6 +4,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from math import log
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from rectified_flow.system.machine import processors
 from rectified_flow.system.terminal import duration, line
 
 TRIED = 16  # number of pictures that an autoencoder is tried on, and that are decoded to measure the time
+GRID = 1.25  # ratio of a number of pictures to the next smaller one, if some are left out
 READING_SHARE = 1 / 3  # of the time: if reading all pictures takes longer, some are left out
 
 
@@ -101,10 +103,8 @@ def readable(source: ImageSource, data: DataConfig, seconds: float) -> dict[str,
     if each * len(numbers) <= room:
         return {}
     count = max(1, int(room / each))
-    digits = 10 ** (len(str(count)) - 1)
-    count = (
-        count // digits * digits
-    )  # so that a killed run, whose pictures are stored, mostly reads the same ones again
+    # On a coarse grid, so that a killed run, whose pictures are stored, mostly reads the same ones again.
+    count = int(GRID ** int(log(count, GRID)))
     whole = duration(each * len(numbers))
     text = f"{count:,} of {len(numbers):,}, as reading all takes {whole}; --max_train_samples overrides the choice"
     PartialState().print(line("pictures", text))

@@ -97,7 +97,11 @@ def with_record(settings: Settings[C]) -> tuple[Settings[C], bool]:
     values, state = settings.values, PartialState()
     distilled = distillation_of(values)
     begun = on_main(state, lambda: begun_flags(values.run, distilled))
+    given = {**settings.layers.get("file", {}), **settings.layers.get("given", {})}
+    inheritable = {name: value for name, value in given.items() if name in INHERITED - {"augment"}}
     if begun is not None:
+        if distilled is not None:
+            _check_inherited(values.run.output_dir, begun, inheritable)
         check_method(values.method, begun, values.run.output_dir)
         asked, began = values.init.init_from, begun.get("init_from")
         if "init_from" in settings.given and asked != began:
@@ -117,8 +121,7 @@ def with_record(settings: Settings[C]) -> tuple[Settings[C], bool]:
     is_condition = teacher.source.is_given and not teacher.source.as_start
     has_conditions = teacher.network.use_cfg or bool(teacher.columns.condition_on) or is_condition
     _check_teacher(source, teacher.flow.prediction, distilled, has_conditions=has_conditions)
-    given = {**settings.layers.get("file", {}), **settings.layers.get("given", {})}
-    _check_inherited(source, theirs, {name: value for name, value in given.items() if name in INHERITED})
+    _check_inherited(source, theirs, inheritable)
     # Augmented pictures would not be the ends of the teacher's paths.
     inherited = {name: value for name, value in theirs.items() if name in INHERITED} | {"augment": 0.0}
     return settings.with_layer("teacher", inherited).with_layer("chosen", chosen).resolving({"teacher": source}), False

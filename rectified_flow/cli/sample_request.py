@@ -92,7 +92,7 @@ def _from_pictures(path: Path, flags: PicturesConfig, trained: Trained, options:
     _check_translation(flags, trained)
     translates = flow.takes_source or flags.mask is not None
     files = find_inputs(path, space.medium)[: flags.num_samples or (None if translates else NUM_SAMPLES)]
-    how = framing_of(trained)
+    how = reading_of(trained)
     read = partial(space.medium.read, **how)
     images = torch.stack([_read("from_images", file, read) for file in files])
     mask = None if flags.mask is None else load_mask(flags.mask, files, space.medium, pad=how.get("pad", False))
@@ -228,7 +228,7 @@ def find_inputs(path: Path, medium: Medium) -> list[Path]:
     return files
 
 
-def framing_of(trained: Trained) -> dict[str, Any]:
+def reading_of(trained: Trained) -> dict[str, Any]:
     """Return how the run of a flow framed its pictures, or the sources of a translation, as arguments of ``read``."""
     data = trained.data
     if not isinstance(data, PictureData) or not isinstance(trained.flow.space.medium, Pictures):
@@ -262,9 +262,9 @@ def load_mask(path: Path, files: Sequence[Path], medium: Medium, *, pad: bool = 
     rgba = _read("mask", path, lambda path: pil_to_tensor(framed(open_picture(path))))
     size = upright_size(open_picture(path))
     is_margin = pil_to_tensor(framed(Image.new("RGB", size)))[3] <= HALF
-    is_white = (rgba[:3].amax(dim=0) > HALF) & (rgba[3] > HALF)
-    is_seen, mask = (rgba[3] > HALF) | is_margin, is_white & ~is_margin
-    if not is_seen.all() and not mask.equal(is_seen):
+    is_seen = rgba[3] > HALF
+    mask = (rgba[:3].amax(dim=0) > HALF) & is_seen  # margins are transparent
+    if not (is_seen | is_margin).all() and not mask.equal(is_seen):
         unclear = "has transparent parts beside dark ones, so that it is unclear what is generated"
         raise UsageError(f"--mask {path} {unclear}: save it without transparency, white where pixels are generated")
     if not mask.any():

@@ -240,6 +240,8 @@ def _from_file(config_class: type[C], path: Path, given: Collection[str]) -> dic
     if not isinstance(document.get("training", {}), Mapping):
         raise DamageError(f"{path} is damaged: training must be an object with flags")
     flags = flags_in(document)
+    if "training" in document:
+        flags.pop("checkpoint_dir", None)  # the checkpoints of that run are not those of a new one
     unknown = sorted(flags.keys() - flag_types(config_class).keys())
     if unknown:
         raise UsageError(f"--config {path} sets flags that this program does not have: {', '.join(unknown)}")

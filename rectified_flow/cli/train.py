@@ -199,7 +199,6 @@ def train_on(
             if clock is not None and state.is_main_process:
                 clock.write(run.output_dir, run.train_num_steps or 0, durable=False)
 
-        tick()
         rows = open_distilled(distilled, data.items, data.space, holdout, choose_precision(run, state.device), tick)
         data, words = replace(data, rows=rows), [f"{len(rows):,} {rows.info.source}"]
     callbacks = build_callbacks(run, values.evaluation, flow, data, words, pictures)

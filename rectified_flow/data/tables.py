@@ -10,7 +10,7 @@ import io
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from rectified_flow.condition import with_point
@@ -61,11 +61,14 @@ def read_metadata(
     known = [file for file in everything if file.name in METADATA_FILES]
     known = [each for each in known if each.is_relative_to(root) or root.is_relative_to(each.parent)]
     found = {path: _read(path) for path in known} or _tables_among(everything, names, said)
+    places = {normal(each.parent) for each in found if each.name in METADATA_FILES}
     for path, rows in found.items():
-        for column, values in _columns_of(path, rows, names, len(files), said, is_only=len(found) == 1).items():
+        others = places - {normal(path.parent)} if path.name in METADATA_FILES else set()
+        is_only = len(found) == 1
+        for column, values in _columns_of(path, rows, names, len(files), said, others, is_only=is_only).items():
             before = columns.get(column, [None] * len(files))
             both = zip(before, values, strict=True)
-            differing = next((row for row, (old, new) in enumerate(both) if old and new and old != new), None)
+            differing = next((row for row, (old, new) in enumerate(both) if old and new and str(old) != str(new)), None)
             if differing is not None:
                 what = f"the column {column} of {path.name}, which another table has, too"
                 said.append(f"left out {what}, and which differs for {printable(files[differing].name)}")
@@ -77,17 +80,26 @@ def read_metadata(
 
 
 def _columns_of(
-    path: Path, rows: Sequence[Row], names: PictureNames, count: int, notes: list[str], *, is_only: bool
+    path: Path,
+    rows: Sequence[Row],
+    names: PictureNames,
+    count: int,
+    notes: list[str],
+    others: Collection[str],
+    *,
+    is_only: bool,
 ) -> Columns:
-    """Return the columns of a table, in which a picture may have several rows with one caption each."""
+    """Return the columns of a table, in which a picture may have several rows with one caption each.
+
+    Pictures elsewhere that are in one of the ``others``, the folders of other metadata files, are not described by this
+    file: its row is of a picture of the same name that is gone.
+    """
     cells = defaultdict[str, dict[int, list[Value]]](lambda: defaultdict(list))
     known, absent = set[int](), list[object]()
     for values in rows:
         name = values.pop(FILE_NAME, None)
         row = names.find(name, path.parent)
-        # The only metadata file may name pictures anywhere; one of several may not describe those of another.
-        is_elsewhere = row is not None and not Path(names.paths[row]).is_relative_to(normal(path.parent))
-        if row is None or (is_elsewhere and path.name in METADATA_FILES and not is_only):
+        if row is None or _is_anothers(Path(names.paths[row]), normal(path.parent), others):
             absent.append(name)
             continue
         known.add(row)
@@ -112,6 +124,11 @@ def _columns_of(
         column: {row: each if len(each) > 1 else each[0] for row, each in of.items()} for column, of in cells.items()
     }
     return {column: [of.get(row) for row in range(count)] for column, of in several.items()}
+
+
+def _is_anothers(picture: Path, here: str, others: Collection[str]) -> bool:
+    """Return whether a picture is not below a folder, but below one of the others."""
+    return not picture.is_relative_to(here) and any(picture.is_relative_to(each) for each in others)
 
 
 def _are_texts(values: Sequence[Value]) -> bool:

@@ -121,7 +121,8 @@ def write_status(
     status: Document = {"state": state, "step": step, "total_steps": total_steps, "message": message}
     status |= {"time": _time_text(0), "host": platform.node(), "pid": os.getpid()}
     status["id"] = before.get("id") or uuid.uuid4().hex[:12]  # the same after every restart
-    kept = ("step_time", "ends") if state == before.get("state") == "running" else ("step_time",)
+    goes_on = state == "running" and before.get("pid") == status["pid"]
+    kept = ("step_time", "ends") if goes_on else ("step_time",)
     status |= times or {name: before.get(name) for name in kept}
     text = json.dumps(status, indent=1)
     try:
@@ -230,6 +231,9 @@ def check_start(config: TrainingConfig, origin: Path | None = None, *, writes: b
     found = checkpoint.list_checkpoints(config.checkpoints)
     if found and config.resume == "never":
         raise UsageError(f"{config.checkpoints} already holds checkpoints: pass `resume` auto, or another `output_dir`")
+    place = checkpoint.place_of(config.output_dir)
+    if not found and config.checkpoint_dir is None and checkpoint.list_checkpoints(place):
+        raise UsageError(f"the checkpoints of {config.output_dir} are in {place}: pass `checkpoint_dir` {place}")
     if not found and origin is not None:
         checkpoint.resolve(origin, names=())
 

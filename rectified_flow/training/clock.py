@@ -146,7 +146,7 @@ class Clock:
 
     @staticmethod
     def used_before(folder: Path, asked: float) -> float:
-        """Return the time used by a run that was killed before its first checkpoint [s]. Call in one process only.
+        """Return the time that a run has used by its last record [s]; 0 without one. Call in one process only.
 
         Args:
             folder: the folder of the run.

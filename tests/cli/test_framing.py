@@ -1,6 +1,8 @@
 """Tests of the flags that the pictures of a folder decide, and of flags that would spoil a run in silence."""
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -14,11 +16,11 @@ from rectified_flow.cli import choices, facts, plan, reading
 from rectified_flow.cli.data import build_space, find_data
 from rectified_flow.cli.framing import FramedFlags, framing_of
 from rectified_flow.cli.record import with_record
-from rectified_flow.cli.sample_request import load_mask
+from rectified_flow.cli.sample_request import load_mask, reading_of
 from rectified_flow.cli.settings import Settings, read_settings
 from rectified_flow.cli.training_flags import TrainConfig
-from rectified_flow.data.description import PictureData
-from rectified_flow.data.open import space_of_folder
+from rectified_flow.data.description import PictureData, Sources
+from rectified_flow.data.open import Pictures, space_of_folder
 from rectified_flow.errors import UsageError
 from rectified_flow.measurements.folder import FieldFolder
 from rectified_flow.runs.training_config import TrainingConfig
@@ -270,3 +272,25 @@ def test_a_precision_of_the_launcher_that_is_not_supported(monkeypatch: pytest.M
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
     with pytest.raises(UsageError, match="the launcher asks for the precision fp8, which is not supported: pass"):
         trainer.choose_precision(TrainingConfig(), torch.device("cpu"))
+
+
+def test_the_margins_of_a_padded_mask_are_kept(tmp_path: Path) -> None:
+    """White on transparent is clear, and a run on whole pictures pads mask and pictures alike."""
+    mask = np.zeros((8, 24, 4), np.uint8)
+    mask[:, :12] = 255
+    Image.fromarray(mask).save(tmp_path / "mask.png")
+    medium = Pixels((3, 16, 16)).medium
+    padded = load_mask(tmp_path / "mask.png", [], medium, pad=True)[0, 0]
+    assert padded[7].tolist() == [True] * 8 + [False] * 8
+    assert not padded[0].any(), "above the picture"
+    assert load_mask(tmp_path / "mask.png", [], medium)[0, 0].shape == (16, 16)
+
+
+def test_pictures_for_sampling_are_framed_as_those_of_the_run() -> None:
+    data = PictureData(Pictures("", Path("x"), 16, crop="none", bits=12), sources=Sources(Path("y"), resize="nearest"))
+    flow = SimpleNamespace(space=Pixels((3, 16, 16)))
+    trained: Any = SimpleNamespace(data=data, flow=flow)
+    assert reading_of(trained) == {"bits": 12, "pad": True, "resize": "nearest"}
+    trained = SimpleNamespace(data=replace(data, sources=None), flow=flow)
+    assert reading_of(trained)["resize"] == "lanczos"
+    assert reading_of(SimpleNamespace(data=None, flow=flow)) == {}  # type: ignore[arg-type]

@@ -141,14 +141,25 @@ def test_a_run_is_repeated_by_its_file(tmp_path: Path) -> None:
     assert recorded(again.values) == recorded(begun.values)
 
 
+def test_a_run_by_the_file_of_another_has_checkpoints_of_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"training": recorded(settings_of(f"--checkpoint_dir {tmp_path}/theirs").values)}))
+    run = settings_of(f"--config {file} --output_dir {tmp_path}/b").values.run
+    assert run.checkpoints == tmp_path / "b/checkpoints"
+
+
 def test_a_student_is_repeated_by_its_file(tmp_path: Path) -> None:
-    save(tmp_path / "teacher", dim=24, data_seed=3, holdout=0.2, horizontal_flip=False)
+    save(tmp_path / "teacher", dim=24, data_seed=3, holdout=0.2, horizontal_flip=False, augment=0.15)
     words = f"--teacher {tmp_path}/teacher --output_dir {tmp_path}/student"
     begun, _ = with_record(settings_of(words, OneStepConfig))
     file = tmp_path / "config.json"
     file.write_text(json.dumps({"training": recorded(begun.values)}))
     again, _ = with_record(settings_of(f"--config {file} --output_dir {tmp_path}/again", OneStepConfig))
     assert again.values.data == begun.values.data
+    save(tmp_path / "student", **recorded(begun.values))
+    with pytest.raises(UsageError, match=r"--holdout has no effect with --teacher: the run inherits --holdout 0\.2"):
+        with_record(settings_of(f"{words} --holdout 0.5", OneStepConfig))
+    assert with_record(settings_of(words, OneStepConfig))[0].values.data.holdout == 0.2
     with pytest.raises(UsageError, match="--dim has no effect with --teacher: the run inherits --dim 24"):
         with_record(settings_of(f"--config {file} --dim 16 --output_dir {tmp_path}/again", OneStepConfig))
 

@@ -76,6 +76,20 @@ CASES: dict[str, tuple[dict[str, str], dict[str, list[Any]]]] = {
         {"a.csv": "file,kind\nIMG_0.JPG,cat\n", "b.csv": "file,kind,age\nIMG_0.JPG,dog,3\nIMG_1.JPG,fox,4\n"},
         {"kind": ["cat", None, None, None], "age": ["3", "4", None, None]},
     ),
+    "equal numbers in two tables": (
+        {
+            "a.csv": "file,age\nIMG_0.JPG,3\n",
+            "b.jsonl": '{"file": "IMG_0.JPG", "age": 3}\n{"file": "IMG_1.JPG", "age": 4}\n',
+        },
+        {"age": [3, 4, None, None]},
+    ),
+    "two metadata files in a folder of their own": (
+        {
+            "meta/metadata.csv": "file_name,kind\n../IMG_0.JPG,cat\n",
+            "meta/metadata.jsonl": '{"file_name": "../IMG_1.JPG", "age": 4}\n',
+        },
+        {"kind": ["cat", None, None, None], "age": [None, 4, None, None]},
+    ),
     "attributes of CelebA": (
         {"list_attr.txt": "2\nBald Smiling\nIMG_0.JPG  1 -1\nIMG_1.JPG -1  1\n"},
         {"Bald": ["1", "-1", None, None], "Smiling": ["-1", "1", None, None]},

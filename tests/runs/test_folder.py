@@ -1,5 +1,6 @@
 """Tests of resuming: another flow is refused, and changed settings are reported."""
 
+import json
 from contextlib import redirect_stdout
 from dataclasses import asdict
 from io import StringIO
@@ -81,6 +82,17 @@ def test_changes_that_are_allowed_are_reported(tmp_path: Path) -> None:
         "warning: the global batch was 8 and is now 16: the run changes",
         "warning: the precision was float32 and is now bf16: the run changes",
     ]
+
+
+def test_a_run_with_checkpoints_elsewhere_is_not_begun_anew(tmp_path: Path) -> None:
+    """In Python and in the examples, which do not read the flags that a run records."""
+    run, place = tmp_path / "run", tmp_path / "elsewhere"
+    run.mkdir()
+    (run / "config.json").write_text(json.dumps({"training": {"checkpoint_dir": str(place)}}))
+    checkpoint.save(place, 3, {}, {checkpoint.CONFIG_FILE: {}})
+    with pytest.raises(UsageError, match=f"the checkpoints of .*run are in {place}: pass `checkpoint_dir`"):
+        check_start(TrainingConfig(output_dir=run), writes=False)
+    check_start(TrainingConfig(output_dir=run, checkpoint_dir=place), writes=False)
 
 
 def test_the_check_of_a_start_leaves_nothing_behind(tmp_path: Path) -> None:

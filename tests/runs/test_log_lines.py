@@ -87,6 +87,9 @@ def test_a_checkpoint_leaves_the_expected_end_in_the_status(tmp_path: Path) -> N
     write_status(tmp_path, "running", 5, 10)
     now = json.loads((tmp_path / "status.json").read_text())
     assert (now["step"], now["ends"], now["step_time"]) == (5, before["ends"], 0.5)
+    (tmp_path / "status.json").write_text(json.dumps(now | {"pid": 1}))
+    write_status(tmp_path, "running", 5, 10)
+    assert "ends" not in json.loads((tmp_path / "status.json").read_text()), "the end of a killed run"
     write_status(tmp_path, "finished", 10, 10)
     assert "ends" not in json.loads((tmp_path / "status.json").read_text())
 

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from line_store import open_lines
 from rectified_flow.cli.settings import parse
 from rectified_flow.errors import UsageError
-from rectified_flow.system.artifact import claim
 from scripts import validate_setup
 from tests.programs import assert_refused
 from tests.ranks import run_on_ranks
 from tests.training.runs import assert_same_bytes, losses
+from token_lines import Split, make_tokenizer
 
 WORDS = {"the": ["sun", "sea", "sky"], "a": ["cat", "dog", "owl"]}
 FLAGS = (
@@ -127,9 +128,19 @@ def test_a_text_without_words_to_predict_is_a_sentence(line: str, tmp_path: Path
         train(words)
 
 
+def test_the_tokenizer_of_a_start_without_a_checkpoint_is_made_again(tmp_path: Path) -> None:
+    """It may be that of another text."""
+    for number, word in enumerate(("zebra", "river")):
+        (tmp_path / f"{word}.txt").write_text(f"the {word} and the sun\n" * 60)
+        lines, path = Split(open_lines([tmp_path / f"{word}.txt"])), tmp_path / "run/tokenizer.json"
+        make_tokenizer(path, lines, 100, has_begun=False)
+        make_tokenizer(path, lines, 20 + number, has_begun=True)
+        assert f'"{word}"' in path.read_text()
+
+
 def a_damaged_tokenizer(folder: Path) -> str:
     (folder / "lines.txt").write_text("the sun\n" * 60)
-    claim(folder, ["tokenizer.json"])
+    train(f"--output_dir {folder} --text {folder}/lines.txt {FLAGS} --train_num_steps 1 --measured_lines 1")
     (folder / "tokenizer.json").write_text('{"version": "1.0"')
     return f"--text {folder}/lines.txt"
 

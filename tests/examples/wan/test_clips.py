@@ -1,5 +1,6 @@
 """Tests of clips and captions as the example on Wan reads them."""
 
+import json
 from fractions import Fraction
 from pathlib import Path
 
@@ -45,6 +46,20 @@ def test_captions_are_beside_a_clip_listed_or_shared(tmp_path: Path) -> None:
 def test_frames_of_a_folder_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     clip = Clip(save_frames(tmp_path / "frames", GREYS), "")
     assert means(clip, 12, 16) == list(range(0, 120, 10))
+
+
+def test_hidden_files_are_no_frames_and_captions_may_be_empty(tmp_path: Path) -> None:
+    for clip in ("one", "two"):
+        (tmp_path / clip).mkdir()
+        for number in (0, 1):
+            Image.new("RGB", (8, 8), (100 * number, 0, 0)).save(tmp_path / clip / f"frame_{number}.png")
+        Image.new("RGB", (8, 8), "white").save(tmp_path / clip / ".thumb.png")
+    (tmp_path / "caption.txt").write_text("of all")
+    rows = [{"file_name": "one", "text": ""}, {"file_name": "two", "text": "a\u2028b"}]
+    (tmp_path / "metadata.jsonl").write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows))
+    clips = find_clips(tmp_path)
+    assert [clip.caption for clip in clips] == ["", "a\u2028b"]
+    assert clips[0].decode(2, 8, 8, 8).float().mean(dim=(1, 2, 3)).tolist() == pytest.approx([0, 100 / 3], abs=0.1)
 
 
 def test_frames_of_a_faster_video_are_left_out(tmp_path: Path) -> None:
