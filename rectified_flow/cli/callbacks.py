@@ -9,10 +9,10 @@ from rectified_flow.cli.open_data import OpenData
 from rectified_flow.cli.training_flags import EvaluationConfig
 from rectified_flow.data.store import ImageDataset, StoreDataset
 from rectified_flow.distributed import on_main
-from rectified_flow.evaluation import scores  # noqa: F401 -- it registers scores
-from rectified_flow.evaluation.evaluator import METRICS, Evaluator
+from rectified_flow.evaluation.evaluator import METRICS, Comparison, Evaluator
 from rectified_flow.evaluation.features import RenderedItems
 from rectified_flow.evaluation.heldout import MAX_PICTURES, MIN_HELD_OUT, TIMES, HeldOutPictures
+from rectified_flow.evaluation.scores import estimates
 from rectified_flow.flows.flow import Flow
 from rectified_flow.runs.folder import DATA_SHEET
 from rectified_flow.runs.training_config import TrainingConfig
@@ -72,6 +72,8 @@ def build_evaluation_hook(run: TrainingConfig, flags: EvaluationConfig, flow: Fl
         metrics=(*METRICS, *flags.evaluate_metric),
         medium=flow.space.medium,
     )
+    if "likelihood" in flags.evaluate_metric:  # refused now, and not at the first evaluation
+        estimates(Comparison(evaluator, flow, {"steps": 1}), real, [0], [0])
     return EvaluationHook(evaluator, flags.evaluate_every, keeps_best=not flags.stop_when_memorising)
 
 

@@ -36,6 +36,8 @@ def check_flags(values: TrainConfig, given: Collection[str]) -> None:
     if values.source.source_noise > 0 and not values.source.as_start:
         raise UsageError("--source_noise has no effect if the source is a condition: pass --source_as start")
     one_step, is_map = values.program.one_step, issubclass(flow.target, FlowMap)
+    if one_step and "likelihood" in values.evaluation.evaluate_metric:
+        raise UsageError("--evaluate_metric likelihood is for rectified flows, not for --one_step: leave it out")
     if one_step and is_map:
         raise UsageError(f"--one_step is for rectified flows, not --method {method}: leave it out")
     if (one_step or is_map) and not takes_interval(network.target):

@@ -47,6 +47,8 @@ INHERITED = DATA_FLAGS | names_of(NetworkConfig) | {"prediction"}
 """Flags that a student has from the run of its teacher."""
 OF_FIRST_RUN = names_of(NetworkConfig, InitConfig, FlowConfig) | {"sample_steps"}
 """Flags that apply to the first run of ``--one_step`` only: the second run inherits them, or has its own values."""
+PLACES = {"dataset_path", "source_path", "cache_dir"}
+"""Flags of the data that name folders of this machine."""
 OF_COMMAND = names_of(TrainProgramConfig) - names_of(ProgramConfig)
 """Flags of the whole command, such as ``--budget``."""
 
@@ -57,7 +59,7 @@ def handed_on(given: Mapping[str, Any]) -> dict[str, Any]:
     These are the flags of this machine, of the training and of its evaluation that ``--teacher`` does not exclude.
     """
     rules = rules_of(TrainConfig)
-    others = OF_COMMAND | DATA_FLAGS | set(rules["teacher"].excludes.split())
+    others = OF_COMMAND | DATA_FLAGS - PLACES | set(rules["teacher"].excludes.split())
     return {
         name: value
         for name, value in given.items()
@@ -174,7 +176,6 @@ def check_one_step(run: TrainingConfig, method: Method, distilled: DistillationD
     if begun is not None:
         check_method(method, begun, run.output_dir)
     if distilled is not None:
-        _stored_source(distilled)
         store = Artifact(distilled.folder, distilled.kind, ())
         for place in (store.path, store.stage):  # otherwise a user's file would be refused only after half of the time
             owned_files(place, distilled.kind)

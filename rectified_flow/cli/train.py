@@ -31,7 +31,7 @@ from rectified_flow.cli.settings import Settings
 from rectified_flow.cli.training_flags import DataConfig, InitConfig, OneStepConfig, TrainConfig
 from rectified_flow.data.description import PictureData
 from rectified_flow.data.report import sentences
-from rectified_flow.distributed import on_main
+from rectified_flow.distributed import any_rank, on_main
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import recorded
 from rectified_flow.flows.flow import Flow
@@ -40,6 +40,7 @@ from rectified_flow.runs import checkpoint
 from rectified_flow.runs.folder import CLOCK_FILE, check_start, describe_run, prepare_folders, write_config
 from rectified_flow.runs.training_config import TrainingConfig
 from rectified_flow.spaces.space import with_augmentation
+from rectified_flow.system.signals import stop_requested
 from rectified_flow.system.terminal import line, paragraph
 from rectified_flow.training.clock import Clock
 from rectified_flow.training.speed import summarize
@@ -58,16 +59,21 @@ def train(settings: Settings[TrainConfig]) -> bool:
     second = one_step_of(settings.values.run, given, half, spent=0.0)
     distilled, run = distillation_of(second.values), second.values.run
     on_main(join(settings.values), lambda: check_one_step(run, second.values.method, distilled))
-    if not train_run(settings):
+    # A signal during the last step stops the command, too.
+    if not train_run(settings) or any_rank(PartialState(), stop_requested() is not None):
         return False
     folder = settings.values.run.output_dir
     used = on_main(PartialState(), lambda: Clock.used_before(folder, half))  # also before a kill, and without pauses
-    second = one_step_of(settings.values.run, given, half, spent=used or facts.seconds_since(settings.began))
+    is_new = not used  # the run has no time, or another budget than before
+    spent = used or facts.seconds_since(settings.began)
+    second = one_step_of(settings.values.run, given, half, spent=spent, is_new=is_new)
     AcceleratorState._reset_state()  # the run may have another precision
     return train_run(second)
 
 
-def one_step_of(run: TrainingConfig, given: Mapping[str, Any], half: float, *, spent: float) -> Settings[TrainConfig]:
+def one_step_of(
+    run: TrainingConfig, given: Mapping[str, Any], half: float, *, spent: float, is_new: bool = False
+) -> Settings[TrainConfig]:
     """Return the settings of the one-step generator of ``--one_step``: the flags of both runs, and the time left.
 
     The generator gets at most half of the budget, and at least a tenth. A generator that has begun has a clock of its
@@ -78,11 +84,12 @@ def one_step_of(run: TrainingConfig, given: Mapping[str, Any], half: float, *, s
         given: the flags of the command line.
         half: half of the budget that both runs share [s].
         spent: the time that the run took [s].
+        is_new: whether the budget is another one than before, so that a generator that has begun gets it, too.
     """
     flags = handed_on(given) | {"teacher": run.output_dir, "output_dir": run.output_dir / "one-step", "seed": run.seed}
     if run.checkpoint_dir is not None:
         flags["checkpoint_dir"] = run.checkpoint_dir / "one-step"
-    if not (run.output_dir / "one-step" / CLOCK_FILE).exists():
+    if is_new or not (run.output_dir / "one-step" / CLOCK_FILE).exists():
         flags["budget"] = time_text(min(max(2 * half - spent, half / 5), half))
     return Settings(OneStepConfig, {"given": flags})
 
@@ -222,9 +229,9 @@ def start_from(origin: Path | None, run: TrainingConfig, flow: Flow) -> None:
 
     The weights of a run that resumes are not changed.
     """
-    if origin is None or checkpoint.list_checkpoints(run.checkpoints):
-        return
     state = PartialState()
+    if origin is None or on_main(state, lambda: bool(checkpoint.list_checkpoints(run.checkpoints))):
+        return
     source = on_main(state, lambda: checkpoint.resolve(origin))
     taken, fresh = checkpoint.load_matching(flow.network, source)
     sizes = {name: weight.numel() for name, weight in flow.network.state_dict().items()}

@@ -236,7 +236,9 @@ class EvaluationConfig(Flags):
     """Number of samples for each evaluation."""
     feature_network: Annotated[FeatureNetwork, flag(needs="evaluate_every")] = "inception"
     """Features for comparing pictures: inception (FID and KID), or efficientnet_lite0 (no download)."""
-    evaluate_metric: Annotated[tuple[str, ...], flag(needs="evaluate_every"), default_is("none")] = ()
+    evaluate_metric: Annotated[
+        tuple[str, ...], flag(needs="evaluate_every", stands_for="metric"), default_is("none")
+    ] = ()
     """Further registered metrics of each evaluation, beside frechet, kernel and copies, such as agreement."""
     stop_when_memorising: Annotated[bool, flag(for_pictures=True)] = False
     """Stop when the loss on --holdout pictures rises; `best` has the lowest held-out loss."""

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self, cast
 
-from accelerate import PartialState
 from torch.utils.data import Dataset
 
 from rectified_flow.condition import ConditionSpecs, WrittenCondition
@@ -19,6 +18,7 @@ from rectified_flow.data.metadata import Column
 from rectified_flow.data.open import Pictures, find_columns, registered_dataset
 from rectified_flow.data.sources import ImageSource
 from rectified_flow.data.store import ImageDataset, pair_by_name
+from rectified_flow.distributed import join_processes
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import Fraction, Natural, Positive, Seed
 from rectified_flow.registry import build, register
@@ -46,7 +46,7 @@ class Columns:
         self, pictures: ImageDataset, source: ImageSource, kinds: ConditionSpecs | None, seed: int
     ) -> ImageDataset:
         """Return the pictures with these columns as conditions, and print a summary of each. Collective."""
-        state, columns = PartialState(), dict[str, Column]()
+        state, columns = join_processes(), dict[str, Column]()
         for found in find_columns(pictures, self.names, source):
             if found.name in columns:
                 twice = f"another column is {found.name}, too; rename one of them"

@@ -7,12 +7,11 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from accelerate import PartialState
 from torch import Tensor
 
 from rectified_flow import randomness
 from rectified_flow.data.store import ImageDataset
-from rectified_flow.distributed import map_over_ranks
+from rectified_flow.distributed import join_processes, map_over_ranks
 from rectified_flow.evaluation import FeatureNetwork
 from rectified_flow.evaluation.distances import Metric, RealFeatures, nearest, nearness
 from rectified_flow.evaluation.features import (
@@ -64,11 +63,12 @@ class Evaluator:
         metrics: Sequence[str] = METRICS,
         medium: Medium | None = None,
     ) -> None:
-        self.dataset, self.held_out, self.state = dataset, held_out, PartialState()
+
+        self.dataset, self.held_out, self.state = dataset, held_out, join_processes()
         self.num_samples, self.seed, self.batch_size = num_samples, seed, batch_size
-        known, scores = dict.fromkeys(metrics), names("score")
-        self.scores: list[Score] = [find("metric", "score", name) for name in known if name in scores]
-        self.metrics: list[Metric] = [find("metric", "metric", name) for name in known if name not in scores]
+        known, of_scores = dict.fromkeys(metrics), names("score")
+        self.scores: list[Score] = [find("metric", "score", name) for name in known if name in of_scores]
+        self.metrics: list[Metric] = [find("metric", "metric", name) for name in known if name not in of_scores]
         self.medium = medium
         self._given = WeakKeyDictionary[Flow, dict[str, Tensor]]()
         self._network = feature_network
@@ -87,7 +87,7 @@ class Evaluator:
         return {
             **({} if network is None else {"feature_network": network.name, "resize": network.resize}),
             "dataset": info.source,
-            "split": "train",
+            "split": getattr(getattr(self.dataset, "described", None), "split", "train"),
             "image_size": info.image_size,
             "num_real": len(self.dataset),
             "num_samples": self.num_samples,

@@ -30,7 +30,7 @@ from rectified_flow.condition import Values, WrittenCondition, written
 from rectified_flow.distributed import map_over_ranks, on_main
 from rectified_flow.errors import RunError, UsageError
 from rectified_flow.evaluation.distances import FIELDS, frechet_distance, kernel_distance
-from rectified_flow.evaluation.evaluator import Comparison, conditions_of, render_sources
+from rectified_flow.evaluation.evaluator import AT_ONCE, Comparison, conditions_of, render_sources
 from rectified_flow.evaluation.features import RealData, in_batches, stored_batch
 from rectified_flow.evaluation.heldout import MIN_HELD_OUT
 from rectified_flow.flows.flow import SOURCE, Flow
@@ -67,7 +67,8 @@ def translation(comparison: Comparison) -> dict[str, float]:
     real, real_colours = evaluator.real.features
 
     def features_of(read: Callable[[Sequence[int]], Tensor]) -> list[Tensor]:
-        batches = in_batches(range(count), evaluator.batch_size, "features of sources")
+        # On the main process alone, where a stop must not end it, as the others would wait.
+        batches = (range(first, min(first + AT_ONCE, count)) for first in range(0, count, AT_ONCE))
         return evaluator.by_network(torch.cat([evaluator.extract(read(some)) for some in batches]))
 
     copies, copied_colours = features_of(lambda numbers: render_sources(flow, conditions[SOURCE][list(numbers)]))

@@ -8,7 +8,6 @@ from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
-from accelerate import PartialState
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -17,6 +16,7 @@ from rectified_flow.condition import Values
 from rectified_flow.data.framing import Framing
 from rectified_flow.data.store import ImageDataset, StoreDataset, mapped
 from rectified_flow.data.store_writer import StoreWriter, claimed, fill, key_of
+from rectified_flow.distributed import join_processes
 from rectified_flow.errors import UsageError
 from rectified_flow.latents.autoencoders import Autoencoder, PretrainedAutoencoder
 from rectified_flow.parts import choose, split_part
@@ -294,7 +294,7 @@ def encode_pictures(pictures: ImageDataset, autoencoder: Autoencoder, *, mirrore
     Raises:
         UsageError: if the images do not suit the autoencoder, or the folder of the store cannot be written.
     """
-    info, state = pictures.info, PartialState()
+    info, state = pictures.info, join_processes()
     framing = info.framing or Framing(info.image_size, info.image_size)
     shape = autoencoder.shape_of(*framing.shape[1:])[1:]
     space = Latents(autoencoder, info.image_size, shape, grey=framing.grey)

@@ -22,6 +22,9 @@ from accelerate import Accelerator
 from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
+from rectified_flow.data.degraded import Degraded
+from rectified_flow.data.description import PictureData
+from rectified_flow.data.open import Pictures
 from rectified_flow.errors import DamageError, UsageError, first_line
 from rectified_flow.flags import plain, recorded, rules_of
 from rectified_flow.registry import Document, describe
@@ -72,6 +75,8 @@ def describe_run(
     The block ``training`` has all flags that start the run again, those that name the data and the flow among them.
     """
     described = getattr(dataset, "described", None)
+    if isinstance(dataset, Degraded) and isinstance(described, Pictures):
+        described = PictureData(described, degradation=dataset.degradation, seed=dataset.seed_of_draws)
     data = data or ({"description": data_description(dataset)} if described is None else describe(described))
     return {"data": dict(data), "flow": dict(flow), "training": recorded(config) | dict(flags or {})}
 

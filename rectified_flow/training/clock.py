@@ -124,7 +124,7 @@ class Clock:
         self._done: list[_Step] = []
         self._longest = 0.0
         # A run whose preparation took nearly all the time still trains: a model of some steps is of no use.
-        self._least = 0.0 if used else LEAST_SHARE * seconds
+        self._resumes, self._least = used > 0, LEAST_SHARE * seconds
         self._first = 0.0
 
     @classmethod
@@ -187,6 +187,8 @@ class Clock:
         if not self._done:  # the first step may compile, and has no start to measure it from
             self._done = [now, now]
             self._first = now.time
+            if self._resumes and step > 1:  # it has trained before
+                self._least = 0.0
             return False
         compared, last = self._done
         took = now.time - last.time

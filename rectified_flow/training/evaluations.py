@@ -168,6 +168,8 @@ class EvaluationHook(Measurement):
     """
 
     def __init__(self, evaluator: Evaluator, every: int, *, keeps_best: bool = True) -> None:
+        if not any(metric.__name__ == "frechet" for metric in evaluator.metrics):
+            raise UsageError("`metrics` of an EvaluationHook need frechet, by which it ranks checkpoints: add it")
         super().__init__("evaluations", evaluator.num_samples, every, untrained=False)
         self.evaluator, self.keeps_best = evaluator, keeps_best
         self._numbers: dict[str, float] = {}
@@ -332,7 +334,8 @@ def draw_preview(
     if config.sample_steps:  # otherwise the flow uses its default number
         how["steps"] = config.sample_steps
     count, columns, conditions, texts = config.num_samples, None, dict[str, Tensor](), None
-    if getattr(flow, "takes_source", False) or getattr(data, "columns", None):
+    has_columns = bool(getattr(data, "columns", None)) and hasattr(data, "condition_texts")
+    if getattr(flow, "takes_source", False) or has_columns:
         count = min(count, len(data))
         conditions = how["conditions"] = conditions_of(flow, data, range(count))
         if SOURCE in conditions:

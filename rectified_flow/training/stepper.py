@@ -310,6 +310,8 @@ class Stepper:
         rows = BatchRows(self.config.seed, self.state.step, self.batch.total, mine)
         last = micro_batch == self.batch.accumulation - 1
         device = self.accelerator.device
+        # All Accelerators of a process share this number, by which the gradients are divided.
+        self.accelerator.gradient_accumulation_steps = self.batch.accumulation
         with deterministic(rows, device), nullcontext() if last else self.accelerator.no_sync(self.wrapped):
             loss: Tensor = self.wrapped(**moved(batch, device))
             # A loss that is not finite may have a finite gradient: make that NaN, so that all ranks see it.

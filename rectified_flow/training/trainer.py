@@ -48,7 +48,7 @@ class Trainer:
             each step, from 0 to 1. Parameters that require no gradient are frozen: neither averaged nor compared.
         dataset: map-style, with items that are dicts of tensors, ``image``, or ``(image, label)``. Optional:
             ``read_batch(indices)`` reads items whole, ``fingerprint`` identifies the data, ``description`` names them
-            for the user, ``arguments`` has those that open them again.
+            for the user, ``described`` is a registered object whose ``open()`` opens them again.
         config: the run's flags.
         optimizer: builds the optimizer from pairs of name and trained parameter, for example
             ``partial(torch.optim.SGD, lr=0.1)``; the registered one that ``config`` names if not given. Its learning
@@ -86,6 +86,8 @@ class Trainer:
         self.device = self.accelerator.device
         self.batch = config.split_batch(self.accelerator.num_processes)
         self.length = len(dataset)  # type: ignore[arg-type]
+        if not self.length:
+            raise UsageError("the dataset has no items: pass one with some")
         self._set_pace(Pace(config.total_steps(self.batch, self.length)))
         parameters = trained_parameters(flow)
         to_device(flow, self.device, self.accelerator.mixed_precision)
@@ -146,12 +148,17 @@ class Trainer:
         for callback in self.callbacks:
             callback.on_setup(self)
         with defer_signals(), self.run.locked():
+            # An exception may have ended an earlier call within a step.
+            self.stepper.finish_pending()
+            self.state.optimizer.zero_grad()
             path = self.run.choose_checkpoint()
+            state = self.state
             if path is not None:
-                state, self._saved = self.state, path
+                self._saved = path
                 state.load(path, self.accelerator.process_index, self.accelerator.num_processes)
-                planned = self.config.total_steps(self.batch, self.length, state.step, state.images_seen)
-                self._set_pace(Pace(planned) if self.clock is None else self.clock.pace(planned))
+            # A run that was killed before its first checkpoint may have changes of its pace, too.
+            planned = self.config.total_steps(self.batch, self.length, state.step, state.images_seen)
+            self._set_pace(Pace(planned) if self.clock is None else self.clock.pace(planned))
             if self.state.step >= self.total_steps:
                 text = f"already trained {self.state.step} of {self.total_steps} steps ({path})"
                 self.run.print(f"{text}; raise `train_num_steps` or `num_epochs` to continue")
@@ -179,6 +186,8 @@ class Trainer:
                                 self._save()
                             if self.is_due(self.config.sample_every):
                                 self.preview()
+                            if self._is_best and self._saved is None:  # by a callback of the preview
+                                self._save()
                         # The vote waits for the slowest rank, and this wait counts towards the throughput.
                         vote = distributed.largest(self.accelerator, self._vote())
                         if vote == STOP:
@@ -272,7 +281,7 @@ class Trainer:
         pace = distributed.on_main(self.accelerator, lambda: clock.compare(self.pace))
         if pace == self.pace:
             return
-        distributed.on_main(self.accelerator, lambda: clock.write(self.config.output_dir, pace.planned))
+        self._write_clock(durable=True)
         text = f"{pace.total:,} steps in all instead of {self.total_steps:,}, to end after {duration(clock.seconds)}"
         self.run.print(line("clock", f"at step {self.state.step:,}: {text}"))
         self._set_pace(pace)
@@ -310,11 +319,11 @@ class Trainer:
         else:
             self.clock.write(self.config.output_dir, self.pace.planned)
 
-    def _write_clock(self) -> None:
-        """Record the time that has passed, which is not left to the run when it resumes."""
+    def _write_clock(self, *, durable: bool = False) -> None:
+        """Record the time that has passed, which a run that resumes has no more, and the changes of the pace."""
         if self.clock is not None and self.accelerator.is_main_process:
             with self.run.log.tolerant("the clock"):
-                self.clock.write(self.config.output_dir, self.pace.planned, durable=False)
+                self.clock.write(self.config.output_dir, self.pace.planned, durable=durable)
 
     def _write_times(self, step_time: float) -> None:
         """Write the step and the expected end of the run to ``status.json``.
@@ -392,8 +401,12 @@ def choose_precision(config: TrainingConfig, device: torch.device) -> str:
 def build_accelerator(config: TrainingConfig) -> Accelerator:
     """Build the Accelerator of a run."""
     state = distributed.join_processes()
+    precision = choose_precision(config, state.device)
+    if is_initialized() and precision != AcceleratorState().mixed_precision:
+        other = f"this process trains in {AcceleratorState().mixed_precision} already: start another one"
+        raise UsageError(f"`mixed_precision` {precision} is not possible, as {other}")
     return Accelerator(
-        mixed_precision=choose_precision(config, state.device),
+        mixed_precision=precision,
         log_with=None if config.log_with == "none" else config.log_with,
         project_dir=config.output_dir,
         # The trainer counts micro-batches. The plugin divides the loss and ignores the end of the loader.

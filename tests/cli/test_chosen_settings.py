@@ -10,6 +10,7 @@ from PIL import Image
 
 from rectified_flow.cli import choices, facts, plan, reading, train
 from rectified_flow.cli.budget import seconds_of, time_text
+from rectified_flow.cli.checks import check_flags
 from rectified_flow.cli.choices import with_recipe
 from rectified_flow.cli.data import build_space
 from rectified_flow.cli.settings import Settings, read_settings
@@ -154,6 +155,14 @@ def test_a_budget_that_makes_no_sense(words: str, sentence: str) -> None:
         chosen(2000, words, rate=256.0)
 
 
+def test_a_metric_of_rectified_flows_is_not_for_one_step() -> None:
+    settings = read_settings(
+        TrainConfig, "", ["--one_step", "--evaluate_every", "5", "--evaluate_metric", "likelihood"]
+    )
+    with pytest.raises(UsageError, match="--evaluate_metric likelihood is for rectified flows, not for --one_step"):
+        check_flags(settings.values, settings.given)
+
+
 @pytest.mark.parametrize(
     ("budget", "half"),
     [("1h", "30m"), ("10s", "5s"), ("3m", "1m30s"), ("2000d", "1000d"), ("0.1s", "0.05s"), ("0.0001h", "0.18s")],
@@ -174,7 +183,8 @@ def test_each_of_two_generators_has_half_of_the_time(budget: str, half: str) -> 
         ("--optimizer adamw --learning_rate 1e-4 --ema_decay 0.9 --batch_size 3 --compile", True),
         ("--evaluate_every 5 --evaluation_samples 10 --feature_network efficientnet_lite0", True),
         ("--num_workers 2 --log_with tensorboard --gradient_checkpointing --import math --resume never", True),
-        ("--dataset_path x --max_train_samples 9 --autoencoder small --horizontal_flip --use_cfg --dropout 0.3", False),
+        ("--dataset x --max_train_samples 9 --autoencoder small --horizontal_flip --use_cfg --dropout 0.3", False),
+        ("--dataset_path x --source_path y --cache_dir z", True),
         ("--dim 8 --network Unet --init_from none --time_distribution uniform --coupling ot --method rectified", False),
         ("--sample_steps 32 --holdout 0.1 --stop_when_memorising --augment 0.1 --one_step --budget 5m", False),
     ],

@@ -230,7 +230,7 @@ def test_no_flag_has_two_defaults(
         ("--space Sphere", "`space` Sphere is not registered: choose "),
         ("--time_distribution stdev=1", "`time_distribution` stdev=1: LogitNormal takes KEY=VALUE with the keys mean,"),
         ("--method reflow --teacher a --time_distribution mean=0", "`time_distribution` mean=0: UShaped takes "),
-        ("--method distill --teacher a --time_distribution uniform", "`time_distribution` "),
+        ("--method distill --teacher a --time_distribution uniform", "--time_distribution "),
         ("--method mean_flow --prediction clean", "`prediction` has no effect: MeanFlow does not ask for prediction"),
         ("--guidance_scale 2", "`guidance_scale` has no effect: RectifiedFlow does not ask for guidance_scale"),
     ],

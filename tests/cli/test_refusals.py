@@ -55,6 +55,11 @@ REFUSALS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("--use_cfg --dataset_path {paired.data}/to", "--use_cfg needs labels"),
         ("--init_from {labels.one} --dim 16", "of another architecture"),
         ("--stop_when_memorising", "pass --holdout 0."),
+        (
+            "--output_dir {tmp}/new --prediction clean --evaluate_every 1 --feature_network efficientnet_lite0"
+            " --evaluate_metric likelihood",
+            "--evaluate_metric likelihood needs a rectified flow",
+        ),
         ("--output_dir {pictures.data}/pictures/run", "lies inside --dataset_path"),
         ("--output_dir {tmp}/out --dataset_path {tmp}/out/checkpoints", "out/checkpoints lies inside --dataset_path"),
         ("--output_dir {tmp}/out --dataset_path {tmp}/out/samples", "out/samples lies inside --dataset_path"),

@@ -1,8 +1,10 @@
 """Tests of a run in a given time, whose plan is fixed when the run starts."""
 
 import json
+import os
 import re
 import shutil
+import signal
 from contextlib import redirect_stdout, suppress
 from importlib import import_module
 from io import StringIO
@@ -21,6 +23,7 @@ from rectified_flow.cli.train import train as run_training
 from rectified_flow.cli.training_flags import TrainConfig
 from rectified_flow.load import load_flow
 from rectified_flow.runs.folder import read_config
+from rectified_flow.system.signals import defer_signals, stop_on_signals
 from tests.programs import assert_refused, constant_speed
 from tests.ranks import run_on_ranks
 from tests.training.runs import losses
@@ -186,6 +189,49 @@ def test_the_second_run_has_the_time_that_is_left(tmp_path: Path) -> None:
     ):
         assert train_module.train(read_settings(TrainConfig, "", words.split()))
     assert [call.args[0].values.program.budget for call in trained.call_args_list] == ["1h", "20m"]
+
+
+def test_another_budget_is_that_of_both_runs(tmp_path: Path) -> None:
+    document = {"seconds": 1800.0, "asked": 1800.0, "used": 1700.0, "planned": 9}
+    for folder in (tmp_path, tmp_path / "one-step"):
+        folder.mkdir(exist_ok=True)
+        (folder / "clock.json").write_text(json.dumps(document))
+    words = f"--dataset_path pictures --one_step --budget 3h --output_dir {tmp_path}"
+    with (
+        patch.object(train_module, "check_one_step"),
+        patch.object(train_module, "train_run", return_value=True) as trained,
+    ):
+        assert train_module.train(read_settings(TrainConfig, "", words.split()))
+    assert [call.args[0].values.program.budget for call in trained.call_args_list] == ["3h", "1h30m"]
+
+
+def test_a_stop_at_the_end_of_the_first_run_stops_the_command(tmp_path: Path) -> None:
+    def stopped(*_: object) -> bool:
+        with defer_signals():
+            os.kill(os.getpid(), signal.SIGTERM)
+        return True
+
+    words = f"--dataset_path pictures --one_step --budget 1h --output_dir {tmp_path}"
+    with (
+        stop_on_signals(),
+        patch.object(train_module, "check_one_step"),
+        patch.object(train_module, "train_run", side_effect=stopped) as trained,
+    ):
+        assert not train_module.train(read_settings(TrainConfig, "", words.split()))
+    assert trained.call_count == 1
+
+
+def test_a_copy_of_both_runs_is_finished_and_pictures_may_move(pictures: Path, tmp_path: Path) -> None:
+    shutil.copytree(pictures, tmp_path / "here")
+    words = f"--dataset_path {tmp_path}/here --cache_dir {tmp_path}/cache {TINY} --seed 3 --one_step --budget 2s"
+    run_on_ranks(1, train, f"{words} --output_dir {tmp_path}/run", 300.0)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    (tmp_path / "here").rename(tmp_path / "moved")
+    before = losses(tmp_path / "run/one-step")
+    words = words.replace("/here", "/moved")
+    for folder in ("run", "copy"):
+        run_on_ranks(1, train, f"{words} --output_dir {tmp_path}/{folder}")
+        assert losses(tmp_path / folder / "one-step") == before
 
 
 def test_a_run_with_checkpoints_elsewhere_and_its_map_resume(pictures: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from rectified_flow.latents.autoencoders import Small
 from rectified_flow.latents.space import Latents
 from rectified_flow.system.pictures import write_picture
 
-SIDE, COUNT, HELD_OUT = 64, 40, 10
+SIDE, COUNT, HELD_OUT = 64, 60, 12
 
 
 def test_copies_are_compared_with_reconstructions(tmp_path: Path) -> None:

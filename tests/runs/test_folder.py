@@ -10,11 +10,16 @@ from typing import Any
 import pytest
 
 from rectified_flow import Flow, Labels, MeanFlow, Pixels, RectifiedFlow, TrainingConfig, Unet, UsageError
+from rectified_flow.data.degraded import Degraded
+from rectified_flow.data.description import PictureData
+from rectified_flow.data.open import Pictures, open_dataset
+from rectified_flow.evaluation.evaluator import Evaluator
 from rectified_flow.flows.times import LogitNormal, Uniform
-from rectified_flow.registry import describe
+from rectified_flow.registry import build, describe
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.checkpoint import CONFIG_FILE, FLOW_FILE, STATE_FILE, RunIdentity, TrainerFile
 from rectified_flow.runs.folder import check_start, choose_checkpoint, describe_run, prepare_folders
+from rectified_flow.spaces.degradations import Grey
 from rectified_flow.system.artifact import claimed_names
 
 
@@ -116,3 +121,19 @@ def test_the_check_of_a_start_leaves_nothing_behind(tmp_path: Path) -> None:
             check_start(TrainingConfig(output_dir=tmp_path / name))
     prepare_folders(config)
     assert claimed_names(config.output_dir) >= {CONFIG_FILE, "samples"}
+
+
+def test_the_degradation_of_a_dataset_is_described(tmp_path: Path) -> None:
+    flowers = open_dataset("synthetic-flowers", image_size=8, cache_dir=tmp_path)
+    document = describe_run(TrainingConfig(), {}, Degraded(flowers, Grey(), Pixels((3, 8, 8)), seed=5))
+    data = build(document["data"])
+    assert isinstance(data, PictureData)
+    assert isinstance(data.degradation, Grey)
+    assert data.seed == 5
+
+
+def test_the_split_of_the_data_is_a_setting_of_an_evaluation(tmp_path: Path) -> None:
+    flowers = open_dataset("synthetic-flowers", image_size=8, cache_dir=tmp_path)
+    for split in ("train", "test"):
+        data = flowers.changed(described=Pictures("synthetic-flowers", split=split))
+        assert Evaluator(data, "efficientnet_lite0", num_samples=4, metrics=["agreement"]).settings["split"] == split

@@ -15,13 +15,15 @@ from torch import Tensor
 
 from rectified_flow import Measurement
 from rectified_flow.data.store import ImageDataset
+from rectified_flow.errors import UsageError
 from rectified_flow.evaluation import evaluator
+from rectified_flow.evaluation.evaluator import Evaluator
 from rectified_flow.evaluation.features import average_colours
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.training_config import TrainingConfig
 from rectified_flow.system.artifact import OUTPUTS_MANIFEST, claimed_names
 from rectified_flow.system.signals import Interrupted
-from rectified_flow.training.evaluations import Callback
+from rectified_flow.training.evaluations import Callback, EvaluationHook
 from rectified_flow.training.trainer import Trainer
 from tests.ranks import run_on_ranks
 from tests.training.runs import RECTIFIED, Tiny, build_trainer, tiny_config, tiny_dataset, train
@@ -179,3 +181,26 @@ def test_a_run_whose_manifest_is_removed_while_it_trains_goes_on(tmp_path: Path,
     [ended] = run_on_ranks(1, train, replace(config, train_num_steps=6), dataset)
     assert ended["step"] == 6
     assert claimed_names(config.output_dir) >= before
+
+
+class BestPreview(Callback):
+    """Lets the preview of step 2 be the best one."""
+
+    def on_preview(self, trainer: Trainer, samples: Tensor) -> None:
+        if trainer.state.step == 2:
+            trainer.save_as_best()
+
+
+def test_a_preview_may_be_the_best(tmp_path: Path) -> None:
+    """No checkpoint is due at that step."""
+    config = tiny_config(tmp_path / "run", train_num_steps=4, save_every=0, sample_every=2)
+    assert build_trainer(config, tiny_dataset(tmp_path / "cache"), callbacks=[BestPreview()]).train()
+    best = checkpoint.best_of(tmp_path / "run/checkpoints")
+    assert best is not None
+    assert checkpoint.step_of(best) == 2
+
+
+def test_checkpoints_are_ranked_by_the_frechet_distance_alone(tmp_path: Path) -> None:
+    pictures = tiny_dataset(tmp_path / "cache")
+    with pytest.raises(UsageError, match="`metrics` of an EvaluationHook need frechet"):
+        EvaluationHook(Evaluator(pictures, "efficientnet_lite0", num_samples=4, metrics=["copies"]), 2)

@@ -207,3 +207,39 @@ def test_a_shortened_run_ends_as_planned_and_resumes_byte_equal(tmp_path: Path) 
     assert (tmp_path / "stopped" / CLOCK_FILE).exists()
     assert trainer("stopped", Clock.resumed(tmp_path / "stopped")).train()
     assert_same_bytes(tmp_path / "whole", tmp_path / "stopped", 16)
+
+
+def test_a_run_that_is_killed_before_its_first_checkpoint_repeats_its_changes(tmp_path: Path) -> None:
+    data = tiny_dataset(tmp_path / "cache")
+    flags = {"train_num_steps": 24, "lr_decay": "cosine", "save_every": 0, "ema_decay": 0.5, "num_samples": 0}
+    assert build_trainer(tiny_config(tmp_path / "whole", **flags), data, clock=late_at(8, 16)).train()
+    (tmp_path / "killed").mkdir()
+    clock = late_at(8, 16)
+    clock.changes = ((8, 16),)
+    clock.write(tmp_path / "killed", 24)
+    resumed = Clock.resumed(tmp_path / "killed")
+    assert build_trainer(tiny_config(tmp_path / "again", **flags), data, clock=resumed).train()
+    assert_same_bytes(tmp_path / "whole", tmp_path / "again", 16)
+
+
+def test_a_full_disk_does_not_stop_a_change_of_the_pace(tmp_path: Path) -> None:
+    clock = late_at(8, 16)
+
+    def write(*_: object, **__: object) -> None:
+        if clock.changes:
+            raise OSError(28, "No space left on device")
+
+    flags = {"train_num_steps": 24, "save_every": 0, "num_samples": 0}
+    with patch.object(clock, "write", write):
+        trainer = build_trainer(tiny_config(tmp_path / "run", **flags), tiny_dataset(tmp_path / "cache"), clock=clock)
+        assert trainer.train()
+    assert trainer.state.step == 16
+
+
+@pytest.mark.parametrize(("step", "least"), [(1, 0.24), (50, 0.0)])
+def test_a_run_that_has_not_trained_yet_has_a_quarter_of_its_time(machine: Machine, step: int, least: float) -> None:
+    """Also if its time went into the samples of a teacher, before it was killed and resumed."""
+    clock = Clock(1000, used=980, began=machine.now)
+    machine.work(1)
+    clock.tick(step, 2000)
+    assert clock.left == pytest.approx(max(1000 * least, 20), abs=15)

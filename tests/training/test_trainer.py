@@ -1,6 +1,7 @@
 """Tests of the trainer on several ranks: weights, precisions, previews and resumed runs."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rectified_flow.data.store import ImageDataset
+from rectified_flow.errors import UsageError
 from rectified_flow.flows.flow import sample_batches
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.load import load_flow
@@ -20,6 +22,7 @@ from rectified_flow.runs.checkpoint import list_checkpoints
 from rectified_flow.runs.training_config import TrainingConfig
 from rectified_flow.system.pictures import to_grid
 from rectified_flow.training import trainer as module
+from rectified_flow.training.evaluations import draw_preview
 from rectified_flow.training.trainer import Trainer, choose_precision
 from tests.ranks import run_on_ranks
 from tests.training.runs import Tiny, build_trainer, losses, metrics, tiny_config, train
@@ -160,3 +163,36 @@ def test_epochs_are_counted_in_images_when_the_batch_changes(tmp_path: Path, flo
     assert result["step"] == 3 + (2 * 46 - 3 * 16) // 4
     run_on_ranks(1, train, tiny_config(tmp_path, train_num_steps=2), flowers)
     assert json.loads((tmp_path / "status.json").read_text())["state"] == "finished", "and beyond"
+
+
+def test_another_trainer_of_the_process_does_not_change_the_gradients(tmp_path: Path, flowers: ImageDataset) -> None:
+    """Accelerate shares the number of micro-batches among all Accelerators."""
+
+    def trainer(accumulation: int) -> Trainer:
+        config = tiny_config(tmp_path / str(accumulation), batch_size=4, gradient_accumulation_steps=accumulation)
+        return build_trainer(replace(config, global_batch_size=None), flowers)
+
+    def gradient(of: Trainer) -> Tensor:
+        of.state.optimizer.zero_grad()
+        of.stepper.forward_backward(flowers.read_batch(range(4)), 3)
+        return torch.cat([each.grad.flatten() for each in of.flow.parameters() if each.grad is not None]).clone()
+
+    first = trainer(4)
+    before = gradient(first)
+    trainer(1)
+    torch.testing.assert_close(gradient(first), before)
+
+
+def test_a_dataset_without_items_is_refused(tmp_path: Path, flowers: ImageDataset) -> None:
+    with pytest.raises(UsageError, match="the dataset has no items"):
+        build_trainer(tiny_config(tmp_path), flowers.subset([]))
+
+
+def test_a_preview_of_a_dataset_with_columns_of_another_kind(tmp_path: Path, flowers: ImageDataset) -> None:
+    class Table(list[Any]):
+        columns = ("a", "b")
+
+    trainer = build_trainer(tiny_config(tmp_path), flowers)
+    drawn = draw_preview(trainer.flow, Table([flowers[0]]), trainer.config, trainer.accelerator, 4)
+    assert drawn is not None
+    assert len(drawn[0]) == 5

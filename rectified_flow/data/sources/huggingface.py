@@ -8,12 +8,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from accelerate import PartialState
 from PIL import Image
 from typing_extensions import override
 
 from rectified_flow.data.sources import ImageSource
 from rectified_flow.data.sources.listing import files_fingerprint, find_files, is_image
+from rectified_flow.distributed import join_processes
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.system.files import printable
 from rectified_flow.system.pictures import content_of, open_picture
@@ -234,7 +234,7 @@ def _hub_answers(dataset: str) -> bool:
     """Return whether the hub can be reached. An error response such as "no such dataset" counts as reachable."""
     import huggingface_hub
 
-    PartialState().print(f"reading {dataset} from {huggingface_hub.constants.ENDPOINT}")
+    join_processes().print(f"reading {dataset} from {huggingface_hub.constants.ENDPOINT}")
     try:
         huggingface_hub.HfApi().dataset_info(dataset, timeout=10)
     except Exception as error:  # the network library has its own exception types
