@@ -1,11 +1,11 @@
-"""Does a starter that has seen more pictures suit more? Four arms of equal training, one after the other.
+"""Does a starter trained on more kinds of pictures suit more datasets? Four arms with equal training, one per run.
 
     python -m studies.starter --state runs/starter --arm b
 
-Arm a has the kinds of pictures of the present starter, arm b photographs too, and arm c photographs and renders. Arm d
+Arm a has the kinds of pictures of the present starter; arm b adds photographs, arm c photographs and renders. Arm d
 has the pictures of arm b, and begins with the weights of the present starter, which has seen 864,000 images. The
 network, its settings and the number of images are the same in all arms, and so is their work; the processor time of
-each is recorded.
+each arm is recorded.
 
 Build the data with ``python -m studies.starter_data`` first. Start the same command again after a kill: the run
 resumes from its newest checkpoint. While a file ``PAUSE`` is in the folder of the state, the run waits after its step,
@@ -179,7 +179,7 @@ def train(flags: Flags) -> None:
     set_seed(flags.seed)
     network = Unet(**NETWORK, channels=LATENTS[0], image_size=LATENTS[1])
     if flags.arm == "d":
-        checkpoint.load_matching(network, checkpoint.resolve(STARTERS / "small"))  # a run that resumes loads its own
+        checkpoint.load_matching(network, checkpoint.resolve(STARTERS / "small"))  # a resumed run loads its checkpoint
     flow = RectifiedFlow(network, space=space_of(flags.state / "data"), time_distribution=LogitNormal(stratified=True))
     steps = flags.images // BATCH
     config = TrainingConfig(

@@ -106,8 +106,8 @@ def load_tokenizer(path: Path) -> Tokenizer:
 def make_tokenizer(path: Path, lines: Split, vocabulary: int, *, has_begun: bool = False) -> None:
     """Train a run's tokenizer on the first lines, and write it to ``path``.
 
-    A run that has begun keeps its tokenizer. That of a start that ended before its first checkpoint is replaced, as its
-    text may have been another one.
+    A run that has a checkpoint keeps its tokenizer. Without a checkpoint, an existing tokenizer is replaced, because it
+    may have been trained on another text.
     """
     claim(prepare_folder("output_dir", path.parent), [path.name])
     if not (has_begun and path.exists()):

@@ -145,7 +145,7 @@ def train(flags: TextFlags) -> bool:
         raise UsageError(f"--text has {len(lines)} lines, too few for a held-out set: pass at least {least}")
     trained, held_out = Split(lines, max_samples=text.max_train_samples), Split(lines, held_out=True)
     path = flags.run.output_dir / "tokenizer.json"
-    on_main(state, lambda: prepare_folders(flags.run))  # also proves that a copied run is one
+    on_main(state, lambda: prepare_folders(flags.run))  # also recognises a copied run
     has_begun = on_main(state, lambda: bool(checkpoint.list_checkpoints(flags.run.checkpoints)))
     on_main(state, lambda: make_tokenizer(path, trained, text.vocabulary, has_begun=has_begun))
     training, measured = (TokenLines(each, path, text.length) for each in (trained, held_out))

@@ -52,7 +52,7 @@ def train(flags: WanFlags) -> bool:
     set_seed(run_flags.seed)
     on_main(state, lambda: check_start(run_flags))
     on_main(state, lambda: check_same_run(flags))
-    on_main(state, lambda: prepare_folders(run_flags))  # also proves that a copied run is one
+    on_main(state, lambda: prepare_folders(run_flags))  # also recognises a copied run
     on_main(state, lambda: claim(run_flags.output_dir, [LORA_FILE if config.lora_rank else TRANSFORMER]))
     clips = find_clips(config.dataset_path)
     wan = Wan(config, state.device)
@@ -82,5 +82,5 @@ def train(flags: WanFlags) -> bool:
     trainer = Trainer(flow, dataset, without_grid, callbacks=callbacks, flags=recorded(flags))
     finished = trainer.train()
     if finished and not config.lora_rank:
-        write_transformer(trainer)  # also if the run was killed here, or the disk was full, and is started again
+        write_transformer(trainer)  # also when a finished run is started again, after a kill or a full disk
     return finished

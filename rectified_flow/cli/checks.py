@@ -60,7 +60,7 @@ def check_items(changed: Collection[str], dataset: str) -> None:
     rules = rules_of(TrainConfig)
     for name in sorted(changed):
         if rules[name].for_pictures:
-            raise UsageError(f"--{name} is for pictures, and --dataset {dataset} has items of another kind")
+            raise UsageError(f"--{name} is for pictures, and --dataset {dataset} has other items: leave it out")
 
 
 def check_classes(items: Any, columns: Collection[str]) -> None:
@@ -86,10 +86,10 @@ def check_space(space: Space, *, crops: bool, evaluates: bool) -> None:
     if crops and "autoencoder" in space.uses and not can_augment(space):
         stored = "the latents of the centre are stored"
         raise UsageError(
-            f"--crop random has no effect with this --autoencoder, as {stored}: leave it out, or pass small"
+            f"--crop random has no effect with this --autoencoder ({stored}): leave it out, or pass --autoencoder small"
         )
     if evaluates and "frechet" not in space.medium.metrics:
-        raise UsageError("--evaluate_every compares features of photographs: leave it out, and run evaluate.py")
+        raise UsageError("--evaluate_every is for pictures: leave it out, and run rectified-flow evaluate")
 
 
 def check_sides(flags: NetworkConfig, data: DataConfig, space: Space) -> None:

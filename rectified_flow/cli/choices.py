@@ -46,7 +46,7 @@ def with_pictures(
     """
     excluded = settings.values.data.exclude
     if excluded and not source.numbers_without(excluded, None):
-        raise UsageError(f"--exclude leaves no picture of {source.name}: name fewer pictures")
+        raise UsageError(f"--exclude lists all pictures of {source.name}: list fewer pictures")
     if settings.values.is_planned:
         settings = with_recipe(settings, source, budget)
     values, columns = settings.values, settings.values.columns.condition_on
@@ -128,7 +128,7 @@ def chosen_size(
     Args:
         source: the pictures.
         data: the flags of the pictures.
-        given: names of the flags that the user gave, of those that fix the size.
+        given: names of the flags that the user gave and that fix the size.
         fixed: names of all flags that are not to be chosen.
         seconds: the time that is left [s].
         precisions: the precisions to choose from.
@@ -210,7 +210,7 @@ def with_plan(
         processes=state.num_processes,
         device=state.device.type,
         batch=values.run.split_batch(state.num_processes).total if "batch_size" in fixed else None,
-        # Of latents, it was chosen with the size, before the pictures were read.
+        # On latents, the augmentation was chosen together with the size, before the pictures were read.
         augment=values.data.augment if "augment" in fixed or latents else suited.get("augment", 0.0),
         network=network.target,
         why_network=why_network,

@@ -86,7 +86,7 @@ def open_data(
     state = PartialState()
     items: Any = description.open(found)
     if len(items) == 0:
-        raise UsageError(f"--dataset {description.name} has no items: pass a dataset with some")
+        raise UsageError(f"--dataset {description.name} has no items: pass another dataset")
     if description.has_pictures:  # different numbers of pictures would desynchronise the processes
         counted = {"the number of pictures": len(items), "their fingerprint": items.fingerprint}
         check_equal(state, lambda: counted)

@@ -155,8 +155,8 @@ class Trial(NamedTuple):
 
 
 MeasureSize = Callable[[int, tuple[str, ...], float], Speed]
-"""Function that returns the speed of a training on pictures of a side [px], through an autoencoder if it has words, and
-with a probability of augmentation."""
+"""Function that returns the training speed for a side of the pictures [px], the words of ``--autoencoder`` (empty for
+pixels) and a probability of augmentation."""
 MeasureError = Callable[[int, tuple[str, ...]], float]
 """Function that returns the error of pictures of a side [px] after an autoencoder: the median over the pictures of the
 root mean square difference [levels of 256]."""
@@ -254,7 +254,7 @@ def choose_size(
         error: returns how much an autoencoder changes the pictures at a size.
         sizes: the sizes to choose from.
         augmentable: returns whether pictures can be augmented at a size.
-        override: how a user chooses another size, in words.
+        override: the end of a message, which says how to choose another size.
     """
     spoiled, rate_of = "", cache(lambda size, autoencoder, augment=0.0: measure(size, autoencoder, augment).rate)
     for (size, autoencoder), min_images in sizes.items():

@@ -21,7 +21,7 @@ from rectified_flow.system.machine import processors
 from rectified_flow.system.terminal import duration, line
 
 TRIED = 16  # number of pictures that an autoencoder is tried on, and that are decoded to measure the time
-GRID = 1.25  # ratio of a number of pictures to the next smaller one, if some are left out
+GRID = 1.25  # if pictures are left out, the number that is read is about a power of this
 READING_SHARE = 1 / 3  # of the time: if reading all pictures takes longer, some are left out
 
 
@@ -103,7 +103,7 @@ def readable(source: ImageSource, data: DataConfig, seconds: float) -> dict[str,
     if each * len(numbers) <= room:
         return {}
     count = max(1, int(room / each))
-    # On a coarse grid, so that a killed run, whose pictures are stored, mostly reads the same ones again.
+    # Rounded down to a power of GRID, so that a restarted run mostly chooses the pictures that are already stored.
     count = int(GRID ** int(log(count, GRID)))
     whole = duration(each * len(numbers))
     text = f"{count:,} of {len(numbers):,}, as reading all takes {whole}; --max_train_samples overrides the choice"

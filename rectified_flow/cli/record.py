@@ -155,7 +155,7 @@ def _same_teacher(begun: Mapping[str, Any], given: Path | None) -> dict[str, Any
 
 
 def _is_of(source: Path, teacher: Path) -> bool:
-    """Return whether a checkpoint is that of a teacher, or one of its run, which may keep them in another folder."""
+    """Return whether a checkpoint is the teacher or one of its run; the checkpoints may be outside of the run."""
     place = teacher.parent if teacher.name == checkpoint.BEST else checkpoint.place_of(teacher)
     return any(source.resolve().is_relative_to(each.resolve()) for each in (teacher, place))
 

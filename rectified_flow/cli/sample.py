@@ -191,7 +191,7 @@ def _claim(
     claim(folder, [*files, *(sheets if flags.nearest is not None else sheets[:1])])
     if flags.save_pretrained is not None:
         if flags.save_pretrained.resolve() == folder.resolve():
-            raise UsageError(f"--save_pretrained {folder} is --output_dir, too: choose another folder")
+            raise UsageError(f"--save_pretrained and --output_dir are both {folder}: choose another folder")
         claim_model(prepare_folder("save_pretrained", flags.save_pretrained))
         claim(flags.save_pretrained, [MODEL_GRID])
     return numbered, sheets

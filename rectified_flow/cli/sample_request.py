@@ -229,7 +229,7 @@ def find_inputs(path: Path, medium: Medium) -> list[Path]:
 
 
 def reading_of(trained: Trained) -> dict[str, Any]:
-    """Return how the run of a flow framed its pictures, or the sources of a translation, as arguments of ``read``."""
+    """Return the framing of the training pictures, or of the sources of a translation, as arguments of ``read``."""
     data = trained.data
     if not isinstance(data, PictureData) or not isinstance(trained.flow.space.medium, Pictures):
         return {}
@@ -252,7 +252,7 @@ def load_mask(path: Path, files: Sequence[Path], medium: Medium, *, pad: bool = 
         path: the mask.
         files: the pictures that it is for.
         medium: the medium of the pictures.
-        pad: whether the pictures are padded instead of cropped. Their margins are kept.
+        pad: whether pictures and mask are padded instead of cropped. The padding is not generated.
 
     Raises:
         UsageError: if the mask cannot be read, or its transparent parts leave open what is to be generated.
@@ -282,5 +282,5 @@ def names_of_results(path: Path, files: Sequence[Path], variants: int) -> Names:
     stems = ["-".join(file.relative_to(folder).with_suffix("").parts) for file in files]
     [(name, count)] = Counter(stems).most_common(1)
     if count > 1:
-        raise UsageError(f"--from_images has two files for the result {name}: rename one")
+        raise UsageError(f"--from_images has two files whose results would both be named {name}: rename a file")
     return Names(stems, variants)

@@ -62,7 +62,7 @@ class Settings(Generic[C_co]):
     def resolving(self, flags: Flags) -> "Settings[C_co]":
         """Return settings with values in place of those that leave something open, such as an image size of 0.
 
-        A value stays in the layer that the open value comes from. The value of a flag that no layer sets was chosen.
+        A value replaces the open value in its layer; in place of a default, it is in the layer ``chosen``.
         """
         layers = dict(self.layers)
         for name, value in flags.items():
@@ -98,7 +98,7 @@ class Settings(Generic[C_co]):
 
     @cached_property
     def changed(self) -> frozenset[str]:
-        """Names of the flags that the user gave with another value than the default."""
+        """Names of the flags that the user gave and whose values differ from the defaults."""
         defaults, values = defaults_of(self.kind), values_of(self.values)
         return frozenset(name for name in self.given if not is_default(values[name], defaults[name]))
 
@@ -235,7 +235,7 @@ def typed_flags(config_class: type[C], flags: Flags, source: object) -> dict[str
 
 
 def _from_file(config_class: type[C], path: Path, given: Collection[str]) -> dict[str, Any]:
-    """Return the flags in the file of ``--config``, without values that leave something open."""
+    """Return the flags in the file of ``--config``, without those whose value is None or empty."""
     document = read_document(path, dict[str, Any])
     if not isinstance(document.get("training", {}), Mapping):
         raise DamageError(f"{path} is damaged: training must be an object with flags")

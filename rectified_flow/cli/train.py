@@ -63,8 +63,8 @@ def train(settings: Settings[TrainConfig]) -> bool:
     if not train_run(settings) or any_rank(PartialState(), stop_requested() is not None):
         return False
     folder = settings.values.run.output_dir
-    used = on_main(PartialState(), lambda: Clock.used_before(folder, half))  # also before a kill, and without pauses
-    is_new = not used  # the run has no time, or another budget than before
+    used = on_main(PartialState(), lambda: Clock.used_before(folder, half))  # time before a kill counts, pauses do not
+    is_new = not used  # no time is recorded for this budget
     spent = used or facts.seconds_since(settings.began)
     second = one_step_of(settings.values.run, given, half, spent=spent, is_new=is_new)
     AcceleratorState._reset_state()  # the run may have another precision
@@ -84,7 +84,7 @@ def one_step_of(
         given: the flags of the command line.
         half: half of the budget that both runs share [s].
         spent: the time that the run took [s].
-        is_new: whether the budget is another one than before, so that a generator that has begun gets it, too.
+        is_new: whether the budget has changed. A generator that has begun then gets a part of the new budget.
     """
     flags = handed_on(given) | {"teacher": run.output_dir, "output_dir": run.output_dir / "one-step", "seed": run.seed}
     if run.checkpoint_dir is not None:
@@ -202,7 +202,7 @@ def train_on(
         holdout = values.data.holdout, values.data.data_seed or 0
 
         def tick() -> None:
-            """Record the time of the drawing, which is not left to the run if it is killed meanwhile."""
+            """Record the elapsed time, so that it still counts if the run is killed while samples are generated."""
             if clock is not None and state.is_main_process:
                 clock.write(run.output_dir, run.train_num_steps or 0, durable=False)
 

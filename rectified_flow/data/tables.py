@@ -70,8 +70,8 @@ def read_metadata(
             both = zip(before, values, strict=True)
             differing = next((row for row, (old, new) in enumerate(both) if old and new and str(old) != str(new)), None)
             if differing is not None:
-                what = f"the column {column} of {path.name}, which another table has, too"
-                said.append(f"left out {what}, and which differs for {printable(files[differing].name)}")
+                what = f"left out the column {column} of {path.name}"
+                said.append(f"{what}: another table has another value for {printable(files[differing].name)}")
                 continue
             columns[column] = [old if new is None else new for old, new in zip(before, values, strict=True)]
     texts = {} if TEXT in columns else _texts_beside(everything, files, said)
@@ -91,8 +91,8 @@ def _columns_of(
 ) -> Columns:
     """Return the columns of a table, in which a picture may have several rows with one caption each.
 
-    Pictures elsewhere that are in one of the ``others``, the folders of other metadata files, are not described by this
-    file: its row is of a picture of the same name that is gone.
+    The ``others`` are the folders of other metadata files. A row never describes a picture that is in one of them and
+    not in the folder of this table: such a row belongs to a missing picture of the same name.
     """
     cells = defaultdict[str, dict[int, list[Value]]](lambda: defaultdict(list))
     known, absent = set[int](), list[object]()
@@ -127,7 +127,7 @@ def _columns_of(
 
 
 def _is_anothers(picture: Path, here: str, others: Collection[str]) -> bool:
-    """Return whether a picture is not below a folder, but below one of the others."""
+    """Return whether a picture is in one of the folders ``others``, and not in the folder ``here``."""
     return not picture.is_relative_to(here) and any(picture.is_relative_to(each) for each in others)
 
 

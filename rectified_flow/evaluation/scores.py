@@ -67,7 +67,7 @@ def translation(comparison: Comparison) -> dict[str, float]:
     real, real_colours = evaluator.real.features
 
     def features_of(read: Callable[[Sequence[int]], Tensor]) -> list[Tensor]:
-        # On the main process alone, where a stop must not end it, as the others would wait.
+        # Only the main process runs this: a requested stop must not interrupt it, as the other processes wait for it.
         batches = (range(first, min(first + AT_ONCE, count)) for first in range(0, count, AT_ONCE))
         return evaluator.by_network(torch.cat([evaluator.extract(read(some)) for some in batches]))
 

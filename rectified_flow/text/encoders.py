@@ -203,7 +203,7 @@ def _load(source: str) -> "tuple[PreTrainedTokenizerBase, PreTrainedModel]":
         config = AutoConfig.from_pretrained(source)
         kinds: dict[str, type[PreTrainedModel]] = {"clip": CLIPTextModel, "siglip": SiglipTextModel}
         kind = kinds.get(config.model_type.removesuffix("_text_model"), AutoModel)
-        # Tokenizers of decoders pad at the left by default, where the first tokens of a text are expected.
+        # Tokenizers of decoder models pad on the left by default; conditions expect the text from the first position.
         tokenizer = AutoTokenizer.from_pretrained(source, padding_side="right")
         module = kind.from_pretrained(source, use_safetensors=True, dtype=torch.float32)
         module = module.get_encoder() if config.is_encoder_decoder else module

@@ -146,7 +146,7 @@ class Clock:
 
     @staticmethod
     def used_before(folder: Path, asked: float) -> float:
-        """Return the time that a run has used by its last record [s]; 0 without one. Call in one process only.
+        """Return the recorded time that a run has used [s]; 0 if none is recorded. Call in one process only.
 
         Args:
             folder: the folder of the run.
@@ -165,7 +165,7 @@ class Clock:
 
     @property
     def left(self) -> float:
-        """The time until the run is to end [s]; negative if it is late."""
+        """The time until the planned end of the run [s]; negative after the planned end."""
         return self._end - time.monotonic()
 
     def pace(self, planned: int) -> Pace:
@@ -187,7 +187,7 @@ class Clock:
         if not self._done:  # the first step may compile, and has no start to measure it from
             self._done = [now, now]
             self._first = now.time
-            if self._resumes and step > 1:  # it has trained before
+            if self._resumes and step > 1:  # the run trained before it resumed
                 self._least = 0.0
             return False
         compared, last = self._done

@@ -77,7 +77,7 @@ class Measurement(Callback):
     implement :meth:`measure_together`, :meth:`conclude` and :meth:`plot`.
 
     If a stop is requested during a measurement, the run ends after this step, and the measurement is made when the run
-    resumes. The measurement of the last step is then left out, with a warning. A full disk does not stop the run.
+    resumes. A measurement at the last step is left out instead, with a warning. A full disk does not stop the run.
 
     Args:
         name: name of the file.
@@ -146,7 +146,7 @@ class Measurement(Callback):
                 self.measure_together(trainer, rows)
         except Interrupted:
             if trainer.state.step == trainer.total_steps:
-                trainer.run.print(f"warning: {self.name} of the last step are left out, as the run was asked to stop")
+                trainer.run.print(f"warning: {self.name} left out at the last step, as a stop was requested")
             return False
         on_main(trainer.accelerator, lambda: self._record(trainer, rows))
         return True
@@ -169,7 +169,7 @@ class EvaluationHook(Measurement):
 
     def __init__(self, evaluator: Evaluator, every: int, *, keeps_best: bool = True) -> None:
         if not any(metric.__name__ == "frechet" for metric in evaluator.metrics):
-            raise UsageError("`metrics` of an EvaluationHook need frechet, by which it ranks checkpoints: add it")
+            raise UsageError("`metrics` of an EvaluationHook need frechet, which ranks the checkpoints: add frechet")
         super().__init__("evaluations", evaluator.num_samples, every, untrained=False)
         self.evaluator, self.keeps_best = evaluator, keeps_best
         self._numbers: dict[str, float] = {}

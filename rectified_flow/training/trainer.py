@@ -87,7 +87,7 @@ class Trainer:
         self.batch = config.split_batch(self.accelerator.num_processes)
         self.length = len(dataset)  # type: ignore[arg-type]
         if not self.length:
-            raise UsageError("the dataset has no items: pass one with some")
+            raise UsageError("the dataset has no items: pass another dataset")
         self._set_pace(Pace(config.total_steps(self.batch, self.length)))
         parameters = trained_parameters(flow)
         to_device(flow, self.device, self.accelerator.mixed_precision)
@@ -156,7 +156,7 @@ class Trainer:
             if path is not None:
                 self._saved = path
                 state.load(path, self.accelerator.process_index, self.accelerator.num_processes)
-            # A run that was killed before its first checkpoint may have changes of its pace, too.
+            # Changes of the pace may be recorded even if the run was killed before its first checkpoint.
             planned = self.config.total_steps(self.batch, self.length, state.step, state.images_seen)
             self._set_pace(Pace(planned) if self.clock is None else self.clock.pace(planned))
             if self.state.step >= self.total_steps:
@@ -186,7 +186,7 @@ class Trainer:
                                 self._save()
                             if self.is_due(self.config.sample_every):
                                 self.preview()
-                            if self._is_best and self._saved is None:  # by a callback of the preview
+                            if self._is_best and self._saved is None:  # set by a callback in preview()
                                 self._save()
                         # The vote waits for the slowest rank, and this wait counts towards the throughput.
                         vote = distributed.largest(self.accelerator, self._vote())
@@ -320,7 +320,7 @@ class Trainer:
             self.clock.write(self.config.output_dir, self.pace.planned)
 
     def _write_clock(self, *, durable: bool = False) -> None:
-        """Record the time that has passed, which a run that resumes has no more, and the changes of the pace."""
+        """Write the elapsed time, which counts towards the budget of a resumed run, and the changes of the pace."""
         if self.clock is not None and self.accelerator.is_main_process:
             with self.run.log.tolerant("the clock"):
                 self.clock.write(self.config.output_dir, self.pace.planned, durable=durable)
@@ -403,7 +403,7 @@ def build_accelerator(config: TrainingConfig) -> Accelerator:
     state = distributed.join_processes()
     precision = choose_precision(config, state.device)
     if is_initialized() and precision != AcceleratorState().mixed_precision:
-        other = f"this process trains in {AcceleratorState().mixed_precision} already: start another one"
+        other = f"this process already uses mixed_precision {AcceleratorState().mixed_precision}: start a new process"
         raise UsageError(f"`mixed_precision` {precision} is not possible, as {other}")
     return Accelerator(
         mixed_precision=precision,

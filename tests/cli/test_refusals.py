@@ -94,7 +94,7 @@ REFUSALS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("--space value_range=5,1", "pass MIN below MAX"),
         ("--space transform=log value_range=0,9", "transform=log is undefined for the value 0"),
         ("--space transform=cube", "transform cube is not registered: choose Asinh or Linear or Log"),
-        ("--evaluate_every 4", "--evaluate_every compares features of photographs"),
+        ("--evaluate_every 4", "--evaluate_every is for pictures"),
         ("--augment 0 --autoencoder small", "--autoencoder encodes pictures"),
     ],
     (ONE_STEP, FLOWERS): [

@@ -80,7 +80,7 @@ class FileFolder(ImageSource):
         self.notes += notes_on_names([*map(self.name_of, range(len(self)))], self.kind)
 
     def _may_describe(self, file: Path, split: str) -> bool:
-        """Return whether a table or text may be about the split that is read, by the name of its folder and its own."""
+        """Return False if the names of a table or text file and of its folders name only other splits."""
         parts = file.relative_to(self.path).with_suffix("").parts
         named = {_split_of(part) for part in parts} - {None}
         return not named or split in named
