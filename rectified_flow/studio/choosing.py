@@ -78,7 +78,9 @@ class ChooseTabs:
         """Copy dropped files into a folder of their own, and look at it."""
         paths = [Path(file) for file in values[self.files]]
         name = _name_from(paths[0].stem if len(paths) == 1 else "pictures")
-        folder = receive(self.runs.absolute(), name, paths)
+        folder = receive(self.runs, name, paths)
+        for path in paths:
+            path.unlink(missing_ok=True)  # it would use as much of the disk as the pictures
         return {**self.look(values, folder=str(folder)), self.files: None}
 
     def take_flowers(self, values: Values) -> Values:

@@ -71,7 +71,8 @@ class PlayTab:
                 if not values[sources]:
                     raise UsageError("This run translates pictures: add some first.")
                 files = [Path(file) for file in values[sources]]
-                flags["from_images"] = receive(self.runs / name, time.strftime(MOMENT), files)
+                folder = receive(self.runs / name, time.strftime(MOMENT), files)
+                flags = {"from_images": folder, "num_samples": None}  # all of them
             chosen = {flag: values[field] or None for flag, field in settings.items()}
             self._start(name, chosen | flags, {condition: values[field] for condition, field in conditions.items()})
 
@@ -148,7 +149,8 @@ def settings_of(run: Run) -> dict[str, Component]:
     """Make the settings of sampling, and return them by flag."""
     settings, guides = dict[str, Component](), not run.is_one_step
     with gr.Row():
-        settings["num_samples"] = gr.Slider(1, 64, 16, step=1, label="Pictures", **ON)
+        has_number = run.can_fill or not run.takes_pictures  # all pictures are translated, once
+        settings["num_samples"] = gr.Slider(1, 64, 16, step=1, label="Pictures", visible=has_number, **ON)
         info = "The same seed, the same pictures"
         settings["seed"] = gr.Number(0, label="Seed", precision=0, minimum=0, maximum=2**32 - 1, info=info, **ON)
     with gr.Accordion("Quality and checks", open=False):

@@ -13,12 +13,12 @@ ROOM = 2**30  # bytes of disk that stay free
 
 
 def receive(place: Path, name: str, files: Sequence[Path]) -> Path:
-    """Put dropped files into a new folder, and return it. Nothing stays if one of them cannot be used.
+    """Copy dropped files into a new folder, and return it. Nothing stays if one of them cannot be used.
 
     Args:
         place: the folder of the runs, or of a run.
         name: name of the new folder, which gets a number if there is a folder of this name.
-        files: the files, which are moved, or unpacked if they are zips.
+        files: the files, which are unpacked if they are zips. They stay, since the page may send them again.
     """
     folder = unused(place / PICTURES / name)
     folder.mkdir(parents=True)
@@ -27,7 +27,7 @@ def receive(place: Path, name: str, files: Sequence[Path]) -> Path:
             if file.suffix.lower() == ".zip":
                 unpack(file, folder)
             else:
-                shutil.move(file, unused(folder / file.name))
+                shutil.copy(file, unused(folder / file.name))
     except BaseException:
         shutil.rmtree(folder)
         raise
@@ -49,7 +49,6 @@ def unpack(file: Path, folder: Path) -> None:
     except Exception as error:  # of many types, by what is damaged
         reason = first_line(error)
         raise UsageError(f"{file.name} cannot be unpacked ({reason}): make the zip again, or make room") from error
-    file.unlink()  # it would use as much of the disk as its pictures
 
 
 def unused(path: Path) -> Path:
