@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Sequence
+from os.path import normpath
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -35,7 +36,9 @@ def receive(place: Path, name: str, files: Sequence[Path]) -> Path:
 
 
 def unpack(file: Path, folder: Path) -> None:
-    """Unpack a zip archive with its subfolders, which may be classes. No file is written outside of the folder.
+    """Unpack a zip archive with its subfolders, which may be classes, beside the files that are in the folder.
+
+    No file is written outside of the folder.
 
     Raises:
         UsageError: if the archive is broken, has a password, or does not fit.
@@ -45,7 +48,11 @@ def unpack(file: Path, folder: Path) -> None:
             size = sum(member.file_size for member in archive.infolist())
             if size > shutil.disk_usage(folder).free - ROOM:
                 raise OSError(f"its files need {size / 1e9:.1f} GB, more than is free")
-            archive.extractall(folder)
+            for member in archive.infolist():
+                if not member.is_dir():
+                    name = normpath(f"/{member.filename}").lstrip("/")
+                    member.filename = str(unused(folder / name).relative_to(folder))
+                    archive.extract(member, folder)
     except Exception as error:  # of many types, by what is damaged
         reason = first_line(error)
         raise UsageError(f"{file.name} cannot be unpacked ({reason}): make the zip again, or make room") from error

@@ -72,3 +72,12 @@ def test_two_files_of_one_name_are_both_kept(tmp_path: Path) -> None:
         (tmp_path / name / "a.png").write_text(name)
     folder = receive(tmp_path / "runs", "pets", [tmp_path / "1/a.png", tmp_path / "2/a.png"])
     assert {file.name: file.read_text() for file in folder.iterdir()} == {"a.png": "1", "a-2.png": "2"}
+
+
+@pytest.mark.parametrize("name", ["1.png", "cat/1.png", "/1.png", "../1.png"])
+def test_files_of_one_name_in_two_zips_are_both_kept(tmp_path: Path, name: str) -> None:
+    archives = [zipped(tmp_path / f"{content}.zip", name, content=content) for content in ("cats", "dogs")]
+    folder = receive(tmp_path / "runs", "pets", archives)
+    found = {file.name: file.read_text() for file in folder.rglob("*.png")}
+    assert found == {"1.png": "cats", "1-2.png": "dogs"}
+    assert len({file.parent for file in folder.rglob("*.png")}) == 1, "they are of one class"
