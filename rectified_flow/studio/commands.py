@@ -39,8 +39,8 @@ def data_flags(folder: str) -> Document:
 
 
 def folder_path(text: str) -> Path:
-    """Return the path of a folder on this machine."""
-    path = usable_path("folder", Path(text.strip()))
+    """Return the absolute path of a folder on this machine."""
+    path = usable_path("folder", Path(text.strip())).absolute()
     if not path.is_dir():
         raise UsageError(f"{path} is not a folder on this machine.")
     return path

@@ -183,7 +183,7 @@ def _place(runs: Path) -> Path:
 
 def _keep(job: Job) -> None:
     """Start the keeper of a job, in a session that neither the end of the studio nor Ctrl-C in its terminal reaches."""
-    command = [sys.executable, "-m", "rectified_flow.studio.jobs", str(job.folder.absolute())]
+    command = [sys.executable, "-m", "rectified_flow.studio.jobs", str(job.folder)]
     with (job.folder / OUTPUT).open("ab") as output:
         keeper = Popen(command, stdin=DEVNULL, stdout=output, stderr=output, start_new_session=True)
     replace_file(job.folder / KEEPER, str(keeper.pid), durable=False)

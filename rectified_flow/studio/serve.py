@@ -26,8 +26,8 @@ def serve(config: StudioConfig) -> None:
 
 def open_page(flags: PageConfig, *, inline: bool = False) -> None:
     """Serve the page of a folder of runs in another thread, and print its address."""
-    runs = prepare_folder("runs", flags.runs)
-    os.environ["GRADIO_TEMP_DIR"] = str((runs / STUDIO / "uploads").absolute())
+    runs = prepare_folder("runs", flags.runs).absolute()  # jobs outlive the folder in which the studio was started
+    os.environ["GRADIO_TEMP_DIR"] = str(runs / STUDIO / "uploads")
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
     resume(runs)
     from rectified_flow.studio import page as pages
@@ -54,7 +54,7 @@ def open_page(flags: PageConfig, *, inline: bool = False) -> None:
     except OSError as error:
         busy = f"port {flags.port}" if flags.port else "every port from 7860 to 7959"
         raise UsageError(f"{busy} is unavailable on {flags.host}: pass another `port` or `host`") from error
-    texts: dict[str, object] = {"studio": f"{page.local_url} until Ctrl-C", "runs": runs.absolute()}
+    texts: dict[str, object] = {"studio": f"{page.local_url} until Ctrl-C", "runs": runs}
     if flags.host == LOCALHOST and ("SSH_CONNECTION" in os.environ or not sys.stdout.isatty()):
         texts["remote"] = TUNNEL.format(port=page.server_port)
     print(lines(texts), flush=True)

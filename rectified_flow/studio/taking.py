@@ -20,7 +20,7 @@ PUBLISH = "To publish it on the Hugging Face Hub, run hf auth login once, replac
 
 def link(text: str, file: Path, attributes: str) -> str:
     """Return a link to a file in the folder of the runs, which Gradio serves at an address relative to the studio."""
-    return f'<p><a href="gradio_api/file={quote(str(file.absolute()))}" {attributes}>{text}</a></p>'
+    return f'<p><a href="gradio_api/file={quote(str(file))}" {attributes}>{text}</a></p>'
 
 
 class TakeTab:
@@ -57,7 +57,7 @@ class TakeTab:
         if job is None:
             return ""
         folder = job.command.folder
-        card = views.job_card(job, "Writing", f"Ready in {folder.absolute()}")
+        card = views.job_card(job, "Writing", f"Ready in {folder}")
         if job.code == 0:
             card += link("Download the zip", job.zip, f'download id="zip-{form}"')
             if form == "page":

@@ -43,6 +43,13 @@ def test_a_folder_that_is_missing_is_a_sentence(tmp_path: Path) -> None:
         commands.data_flags(str(tmp_path / "gone"))
 
 
+def test_a_folder_is_found_from_every_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run may be resumed by a studio that is started in another folder."""
+    (tmp_path / "cats").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert commands.data_flags("cats") == {"dataset_path": tmp_path / "cats"}
+
+
 def test_conditions_become_flags_of_sample(tmp_path: Path) -> None:
     conditions = {
         "labels": {"kind": "Labels", "num_classes": 1, "names": ["cat"]},
