@@ -3,12 +3,17 @@
 import os
 import signal
 import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rectified_flow.errors import UsageError
 from rectified_flow.studio.flags import LOCALHOST, PageConfig, StudioConfig
-from rectified_flow.studio.jobs import STUDIO, resume
+from rectified_flow.studio.jobs import STUDIO, jobs, resume
 from rectified_flow.system.files import prepare_folder
 from rectified_flow.system.terminal import lines
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 LARGEST_UPLOAD = "20gb"
 USER = "studio"
@@ -30,6 +35,8 @@ def open_page(flags: PageConfig, *, inline: bool = False) -> None:
     os.environ["GRADIO_TEMP_DIR"] = str(runs / STUDIO / "uploads")
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
     resume(runs)
+    from starlette.middleware import Middleware
+
     from rectified_flow.studio import page as pages
 
     page = pages.build(runs)
@@ -45,7 +52,8 @@ def open_page(flags: PageConfig, *, inline: bool = False) -> None:
             prevent_thread_lock=True,
             quiet=True,
             show_error=True,
-            allowed_paths=[str(runs.absolute())],
+            allowed_paths=[str(runs)],
+            app_kwargs={"middleware": [Middleware(sandboxed, runs=runs)]},
             max_file_size=LARGEST_UPLOAD,
             footer_links=[],
             theme=pages.THEME,
@@ -58,3 +66,20 @@ def open_page(flags: PageConfig, *, inline: bool = False) -> None:
     if flags.host == LOCALHOST and ("SSH_CONNECTION" in os.environ or not sys.stdout.isatty()):
         texts["remote"] = TUNNEL.format(port=page.server_port)
     print(lines(texts), flush=True)
+
+
+def sandboxed(app: "ASGIApp", runs: Path) -> "ASGIApp":
+    """Wrap the application of the page: no file runs a script at the address of the studio, except for exports."""
+
+    async def answer(scope: "Scope", receive: "Receive", send: "Send") -> None:
+        async def send_sandboxed(message: "Message") -> None:
+            if message["type"] == "http.response.start":
+                message["headers"].append((b"content-security-policy", b"sandbox"))
+            await send(message)
+
+        _, is_file, path = scope.get("path", "").partition("/file")
+        file = Path(os.path.abspath(path[1:])).resolve()  # after "=" or "/"
+        is_export = is_file and any(file.is_relative_to(job.command.folder.resolve()) for job in jobs(runs, "take"))
+        await app(scope, receive, send_sandboxed if is_file and not is_export else send)
+
+    return answer

@@ -1,0 +1,65 @@
+"""Tests of the server of the page."""
+
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+
+from rectified_flow.studio import jobs, serve
+from rectified_flow.studio.flags import PageConfig
+
+gradio = pytest.importorskip("gradio")
+SCRIPT = "<script>alert(1)</script>"
+
+
+@pytest.fixture
+def address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[str]:
+    """The address of a studio that was started beside the folder ``runs``."""
+    for name in ("GRADIO_TEMP_DIR", "GRADIO_ANALYTICS_ENABLED"):
+        monkeypatch.setenv(name, "")  # put back at the end
+    monkeypatch.chdir(tmp_path)
+    serve.open_page(PageConfig(Path("runs"), open=False))
+    yield capsys.readouterr().out.split()[1]
+    gradio.close_all()
+
+
+def test_no_file_is_a_page_at_the_address_of_the_studio_except_for_exports(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = tmp_path / "runs"
+    monkeypatch.setattr(jobs, "_keep", lambda _: None)
+    jobs.start(runs, "take", "cats", ["export", str(runs / "cats/page")])
+    dropped, uploaded, exported = "pictures/page/e.html", ".studio/uploads/ab/e.html", "cats/page/index.html"
+    for name in (dropped, uploaded, exported):
+        (runs / name).parent.mkdir(parents=True, exist_ok=True)
+        (runs / name).write_text(SCRIPT)
+
+    def policy(name: str, form: str = "file=") -> str | None:
+        with urllib.request.urlopen(f"{address}gradio_api/{form}{quote(str(runs / name))}") as answer:
+            assert answer.read().decode() == SCRIPT
+            return answer.headers["Content-Security-Policy"]
+
+    assert policy(exported) is None
+    for name in (dropped, uploaded, f"cats/page/../../{dropped}"):
+        assert policy(name) == "sandbox"
+        assert policy(name, "file/") == "sandbox"
+    with urllib.request.urlopen(address) as answer:
+        assert answer.headers["Content-Security-Policy"] is None
+
+
+def test_jobs_are_asked_for_by_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A studio that is started in another folder finds them."""
+    from rectified_flow.studio import page
+
+    def build(runs: Path) -> None:
+        assert runs == tmp_path / "runs"
+        raise KeyboardInterrupt
+
+    for name in ("GRADIO_TEMP_DIR", "GRADIO_ANALYTICS_ENABLED"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(page, "build", build)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        serve.open_page(PageConfig(Path("runs"), open=False))
