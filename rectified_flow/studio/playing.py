@@ -119,7 +119,7 @@ class PlayTab:
         """Return the newest pictures of a run."""
         run, card = Run(self.runs, values[self.run] or ""), ""
         folder, job = self._folder_of_pictures(run.name), jobs.newest(self.runs, "draw", run.name)
-        found, is_ready = pictures_in(folder), run.has_checkpoint
+        found, is_ready = pictures_in(folder), bool(run.saved)
         if not is_ready:
             card = views.card("Not yet", "Samples can be drawn as soon as the run has saved its first checkpoint.")
         elif job is not None:

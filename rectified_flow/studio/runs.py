@@ -10,7 +10,7 @@ from pathlib import Path
 from rectified_flow.errors import UsageError
 from rectified_flow.registry import Document
 from rectified_flow.runs.training_config import CHECKPOINTS
-from rectified_flow.studio.jobs import is_alive, jobs, newest
+from rectified_flow.studio.jobs import ENDED, PROCESS, is_alive, jobs, newest
 from rectified_flow.system.artifact import MANIFEST
 from rectified_flow.system.files import read_document
 
@@ -18,6 +18,8 @@ CONFIG, STATUS, LOSS, SAMPLES = "config.json", "status.json", "loss.png", "sampl
 """Names of the files of a run. The modules that define them import torch; tests/studio compares the names."""
 NEIGHBOURS = "neighbours.png"
 """Name of a picture among the samples of a run, also compared by tests/studio."""
+STEP = f"step_{'[0-9]' * 8}"
+"""Names of samples and checkpoints, as a pattern of file names."""
 STATES = ("running", "finished", "interrupted", "failed")
 """States in the status of a run."""
 ONE_STEP = "one-step"
@@ -33,8 +35,9 @@ class Run:
     def __init__(self, runs: Path, name: str) -> None:
         self.name, self.folder = name, runs / name
         self.config, self.status = document(self.folder / CONFIG), document(self.folder / STATUS)
-        self.job = newest(runs, "train", name)
-        """The newest job that trains the run, if the studio started one."""
+        job = newest(runs, "train", name)
+        self.job = None if job and _is_newer(self.folder / STATUS, job.folder / ENDED) else job
+        """The newest job that trains the run; None without one, or if the run was trained in a terminal since then."""
         self.flags, self.flow = _part(self.config, "training"), _part(self.config, "flow")
         """The flags that start the run again, and the description of the flow."""
         self.conditions = _part(_part(self.flow, "network"), "conditions")
@@ -67,9 +70,11 @@ class Run:
             return "stopping"
         if job.state == "waiting":
             return "waiting"
-        if job.state == "running" and state != "running":
+        # A job that also makes a one-step generator goes on after the run is finished.
+        is_done = state == "finished" and _is_newer(self.folder / STATUS, job.folder / PROCESS)
+        if job.state == "running" and state != "running" and not is_done:
             return "preparing"
-        return "failed" if job.code and state == "interrupted" else state
+        return "failed" if job.code and not job.is_stopping and state == "interrupted" else state
 
     def stop(self) -> None:
         """Ask the process that trains the run here to save and to end."""
@@ -81,14 +86,15 @@ class Run:
     @property
     def samples(self) -> dict[int, Path]:
         """The grids of samples by step."""
-        grids = sorted((self.folder / SAMPLES).glob(f"step_{'[0-9]' * 8}.png"))
+        grids = sorted((self.folder / SAMPLES).glob(f"{STEP}.png"))
         return {int(grid.stem.removeprefix("step_")): grid for grid in grids}
 
     @property
-    def has_checkpoint(self) -> bool:
-        """Whether the run can be sampled."""
+    def saved(self) -> int:
+        """The step of the newest checkpoint, by which the run is sampled; 0 without one."""
         folder = Path(self.flags.get("checkpoint_dir") or self.folder / CHECKPOINTS)
-        return any(folder.glob(f"step_*/{MANIFEST}"))
+        manifests = folder.glob(f"{STEP}/{MANIFEST}")
+        return max((int(path.parent.name.removeprefix("step_")) for path in manifests), default=0)
 
 
 def run_names(runs: Path) -> list[str]:
@@ -101,6 +107,13 @@ def run_names(runs: Path) -> list[str]:
     newest_first = sorted(configs, key=os.path.getmtime, reverse=True)
     found = [str(path.parent.relative_to(runs)) for path in newest_first if _part(document(path), "training")]
     return [*(name for name in dict.fromkeys(asked) if name not in found), *found]
+
+
+def _is_newer(path: Path, other: Path) -> bool:
+    """Return whether a file was written after another one; False if either is missing."""
+    with suppress(OSError):
+        return path.stat().st_mtime > other.stat().st_mtime
+    return False
 
 
 def document(path: Path) -> Document:

@@ -22,7 +22,7 @@ WORDS: Mapping[str, tuple[str, str]] = {
     "running": ("Training{where}{ready}", "Step {step:,} of {total:,}"),
     "stopping": ("Stopping and saving", "Step {step:,} of {total:,}"),
     "finished": ("Finished", "{step:,} steps. The generator is ready: play with it."),
-    "interrupted": ("Stopped", "Step {step:,} of {total:,} is saved. You can resume the run at any time."),
+    "interrupted": ("Stopped", "{saved}You can resume the run at any time."),
     "failed": ("Failed", "{problem}"),
 }
 """Title and text of a run by its state."""
@@ -77,16 +77,18 @@ def terminal(title: str, *commands: Sequence[str]) -> str:
 
 def run_card(run: Run) -> str:
     """Return the card of a run: its state, its position, when it ends, and what it warns of."""
-    step, total = (run.status.get(key) or 0 for key in ("step", "total_steps"))
+    step, total, saved = run.status.get("step") or 0, run.status.get("total_steps") or 0, run.saved
     words = {
         "step": step,
         "total": total,
+        "saved": f"Step {saved:,} of {total:,} is saved. " if saved else "",
         "ready": ready(run.ends),
         "where": f" on {run.status['host']}" if run.is_elsewhere else "",
         "problem": run.status.get("message") if run.job is None else message(run.job),
     }
     title, text = (part.format(**words) for part in WORDS[run.state])
-    share = step / total if total and run.state in ("running", "stopping", "interrupted") else None
+    done = saved if run.state == "interrupted" else step
+    share = done / total if total and run.state in ("running", "stopping", "interrupted") else None
     found = dict.fromkeys(re.findall("^warning: (.+)$", run.job.output if run.job is not None else "", re.MULTILINE))
     warnings = "".join(f"<li>{escape(text)}</li>" for text in found)
     return f'{card(title, text, run.state, share)}<ul class="facts">{warnings}</ul>'

@@ -45,7 +45,7 @@ class WatchTab:
         run = Run(self.runs, values[self.run])
         if run.state == "finished":
             jobs.start(self.runs, "train", run.name, commands.extend(run, values[self.more]))
-        elif run.state in RESUMED and run.flags:
+        elif run.state in RESUMED and (run.flags or run.job):
             words = commands.resume(run) if run.job is None else run.job.command.words
             jobs.start(self.runs, "train", run.name, words)
 
@@ -62,7 +62,7 @@ class WatchTab:
         return {
             self.card: views.run_card(run),
             self.stop: gr.update(visible=can_stop),
-            self.resume: gr.update(value=resume, visible=run.state in RESUMED and bool(run.flags)),
+            self.resume: gr.update(value=resume, visible=run.state in RESUMED and bool(run.flags or run.job)),
             self.more: gr.update(visible=run.state == "finished"),
             self.image: file_shown(picture, f"Samples at step {step:,}"),
             self.earlier: gr.update(maximum=max(1, len(samples) - 1), visible=len(samples) > 1),

@@ -14,7 +14,7 @@ import pytest
 from rectified_flow.registry import Document
 from rectified_flow.runs import folder as run_folder
 from rectified_flow.runs.checkpoint import CONFIG_FILE
-from rectified_flow.studio import runs
+from rectified_flow.studio import jobs, runs, views
 from rectified_flow.studio.runs import Run
 from rectified_flow.training import copies
 from tests.patience import PATIENCE
@@ -87,7 +87,7 @@ def test_a_run_ends_when_its_status_says(run: Path) -> None:
 
 def test_a_folder_that_vanishes_or_is_damaged_has_no_state(tmp_path: Path) -> None:
     gone = Run(tmp_path, "gone")
-    assert (gone.state, gone.status, gone.samples, gone.has_checkpoint) == ("interrupted", {}, {}, False)
+    assert (gone.state, gone.status, gone.samples, gone.saved) == ("interrupted", {}, {}, 0)
     write(tmp_path / "odd", runs.CONFIG, {"training": {"method": 3}, "flow": [1]})
     odd = Run(tmp_path, "odd")
     assert (odd.status, odd.controls, odd.takes_pictures) == ({}, {}, False)
@@ -134,6 +134,72 @@ def test_runs_and_their_one_step_generators_are_found_newest_first(run: Path) ->
     for age, name in enumerate(("dogs", "cats", "cats/one-step")):
         os.utime(run.parent / name / runs.CONFIG, (age, age))
     assert runs.run_names(run.parent) == ["cats/one-step", "cats", "dogs"]
+
+
+def trained(run: Path, **files: str) -> Path:
+    """Make the job that trains a run, with some of its files, and return its folder."""
+    folder = run.parent / jobs.STUDIO / "jobs" / platform.node() / "1.5"
+    write(folder, jobs.JOB, {"kind": "train", "run": run.name, "words": ["train", str(run)]})
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+def test_a_run_is_finished_while_its_job_makes_the_one_step_generator(run: Path) -> None:
+    me = str(os.getpid())
+    job = trained(run, keeper=me, process=me)
+    write(run, runs.STATUS, status("finished"))
+    os.utime(job / jobs.PROCESS, (time.time() - 1, time.time() - 1))
+    assert Run(run.parent, run.name).state == "finished"
+    os.utime(run / runs.STATUS, (1, 1))
+    assert Run(run.parent, run.name).state == "preparing", "it is trained for longer"
+
+
+def test_a_run_that_is_killed_has_failed_unless_it_was_stopped(run: Path) -> None:
+    write(run, runs.STATUS, status("running", pid=0))
+    job = trained(run, ended="-15")
+    assert Run(run.parent, run.name).state == "failed"
+    (job / jobs.STOP).touch()
+    assert Run(run.parent, run.name).state == "interrupted"
+
+
+@pytest.mark.parametrize("code", ["", "-15"])
+def test_a_run_that_is_stopped_before_it_has_a_folder_is_resumed(tmp_path: Path, code: str) -> None:
+    trained(tmp_path / "cats", ended=code, stop="")
+    assert Run(tmp_path, "cats").state == "interrupted"
+    assert "<p>You can resume" in views.run_card(Run(tmp_path, "cats"))
+    gradio = pytest.importorskip("gradio")
+    from rectified_flow.studio.watching import WatchTab
+
+    with gradio.Blocks():
+        tab = WatchTab(tmp_path, gradio.Dropdown())
+    assert tab.wanted({tab.run: "cats", tab.earlier: 0})[tab.resume]["visible"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jobs, "_keep", lambda _: None)
+        tab.resume_run({tab.run: "cats", tab.more: 10})
+    assert [job.command.words for job in jobs.jobs(tmp_path)] == [["train", str(tmp_path / "cats")]] * 2
+
+
+def test_a_training_in_a_terminal_outdates_the_job_before_it(run: Path) -> None:
+    job = trained(run, ended="2")
+    write(run, runs.STATUS, status("failed", message="the disk is full"))
+    os.utime(job / jobs.ENDED, (time.time() + 1, time.time() + 1))
+    assert Run(run.parent, run.name).job is not None
+    os.utime(job / jobs.ENDED, (1, 1))
+    assert Run(run.parent, run.name).job is None
+    assert "the disk is full" in views.run_card(Run(run.parent, run.name))
+    write(run, runs.STATUS, status("interrupted"))
+    assert Run(run.parent, run.name).state == "interrupted"
+
+
+def test_the_step_that_is_saved_is_that_of_the_newest_checkpoint(run: Path) -> None:
+    write(run, runs.STATUS, status("running", pid=0, step=990, total_steps=2000))
+    assert "990" not in views.run_card(Run(run.parent, run.name))
+    for step in ("step_00000400", "step_00000800", "step_00000990.building"):
+        write(run / "checkpoints" / step, "manifest.json", {})
+    (run / "checkpoints/step_00000900").mkdir()
+    assert Run(run.parent, run.name).saved == 800
+    assert "Step 800 of 2,000 is saved. You can resume" in views.run_card(Run(run.parent, run.name))
 
 
 def test_a_run_of_a_terminal_is_asked_to_stop(run: Path) -> None:
