@@ -10,6 +10,7 @@ PID of the command), ``output.txt``, and ``ended`` (the exit code). Only one job
 import json
 import os
 import platform
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -112,8 +113,11 @@ class Job:
         return (self.folder / STOP).exists()
 
     def stop(self) -> None:
-        """Ask the job to stop: a training saves a checkpoint first."""
+        """Ask the job to stop: a training saves a checkpoint first. A command without its keeper is asked directly."""
         (self.folder / STOP).touch()
+        if self._lives(PROCESS) and not self._lives(KEEPER):
+            with suppress(ProcessLookupError):  # it ended just now
+                os.kill(int(text_of(self.folder / PROCESS)), signal.SIGTERM)
 
     def _lives(self, name: str) -> bool:
         """Return whether the process of a PID file is alive."""

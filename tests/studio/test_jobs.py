@@ -2,7 +2,10 @@
 
 import os
 import platform
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -101,6 +104,19 @@ def test_a_job_without_keeper_is_lost_and_waits_again_if_it_had_not_begun(ask: C
     lost = job.state
     jobs.resume(job.folder.parents[3])
     assert (lost, job.state) == ("lost", "waiting"), "another process has the number of its keeper"
+
+
+def test_a_command_that_lost_its_keeper_is_asked_to_stop(ask: Callable[..., Job]) -> None:
+    process = subprocess.Popen(["sleep", "600"])
+    job = ask("")
+    (job.folder / jobs.PROCESS).write_text(str(process.pid))
+    job.stop()
+    time.sleep(0.1)
+    assert process.poll() is None, "its keeper asks it"
+    os.utime(job.folder / jobs.KEEPER, (1, 1))
+    job.stop()
+    assert process.wait(PATIENCE) == -signal.SIGTERM
+    job.stop()
 
 
 def test_a_failure_has_its_exit_code_and_its_words(ask: Callable[..., Job]) -> None:
