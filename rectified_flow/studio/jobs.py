@@ -26,7 +26,7 @@ import psutil
 
 from rectified_flow.errors import BusyError, UsageError
 from rectified_flow.registry import Document
-from rectified_flow.system.files import locked, read_document, replace_file
+from rectified_flow.system.files import locked, read_document, replace_file, writing
 
 STUDIO = Path(".studio")
 """Folder of the studio, in the folder of the runs."""
@@ -200,7 +200,7 @@ def keep(job: Job) -> None:
             time.sleep(POLL)
         code = None if job.is_stopping or job.has_begun else _run(job)
         if code == 0 and job.command.kind == "take":
-            make_archive(str(job.zip.with_suffix("")), "zip", job.command.folder)
+            code = _pack(job)
         replace_file(job.folder / ENDED, "" if code is None else str(code), durable=False)
 
 
@@ -220,6 +220,19 @@ def _run(job: Job) -> int:
         time.sleep(POLL)
     process.terminate()  # nothing is sent to a process that has ended
     return process.wait()
+
+
+def _pack(job: Job) -> int:
+    """Zip what the command of a job wrote, and return the exit code of the job."""
+    try:
+        with writing(job.zip.name, UsageError, "make room on the disk, and try again"):
+            make_archive(str(job.zip.with_suffix("")), "zip", job.command.folder)
+    except UsageError as error:
+        job.zip.unlink(missing_ok=True)  # makes room for the sentence
+        with (job.folder / OUTPUT).open("a") as output:
+            output.write(f"error: {error}\n")
+        return 1
+    return 0
 
 
 _command: Callable[[Path], Command] = cache(partial(read_document, schema=Command))

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from errno import ENOSPC
 from pathlib import Path
 from threading import Thread
 
@@ -15,6 +16,7 @@ import pytest
 
 from rectified_flow.studio import jobs
 from rectified_flow.studio.jobs import Job
+from rectified_flow.studio.views import message
 from tests.patience import PATIENCE, wait_for
 
 SAVING = """
@@ -134,6 +136,22 @@ def test_what_a_command_wrote_is_packed(ask: Callable[..., Job], tmp_path: Path)
         pass
     assert job.zip.name == "cats-page.zip"
     assert job.zip.exists()
+
+
+def test_a_disk_too_full_for_a_zip_is_a_sentence(
+    ask: Callable[..., Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill(name: str, *_: object) -> None:
+        Path(f"{name}.zip").write_text("x")
+        raise OSError(ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(jobs, "make_archive", fill)
+    job = ask("print('written')", "take", str(tmp_path / "page"))
+    with kept(job):
+        pass
+    assert (job.code, job.zip.exists()) == (1, False)
+    sentence = "cats-page.zip cannot be written (No space left on device): make room on the disk, and try again"
+    assert message(job) == sentence
 
 
 def test_only_the_newest_ended_jobs_are_kept(ask: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
