@@ -4,7 +4,6 @@ import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from shlex import split
 
 import gradio as gr
 
@@ -12,8 +11,8 @@ from rectified_flow.errors import UsageError
 from rectified_flow.registry import Document
 from rectified_flow.studio import commands, jobs, views
 from rectified_flow.studio.events import Values, act, file_shown
-from rectified_flow.studio.further import YES, further_fields
-from rectified_flow.studio.runs import document
+from rectified_flow.studio.further import further_fields, value_of
+from rectified_flow.studio.runs import document, run_names
 from rectified_flow.studio.uploads import receive, unused
 
 CLASSES = "="
@@ -113,7 +112,7 @@ class ChooseTabs:
         flags["condition_on"] = [each for each in choices["columns"] if each != CLASSES]
         flags["use_cfg"] = CLASSES in choices["columns"] or None
         texts = {name: choices[name] for name in self.further if choices[name]}
-        flags |= {name: YES.get(text, split(text)) for name, text in texts.items()}
+        flags |= {name: value_of(self.further[name], text) for name, text in texts.items()}
         run = self.runs / commands.run_name(choices["name"])
         return commands.train(run, commands.data_flags(choices["folder"]), choices["minutes"], flags)
 
@@ -124,7 +123,7 @@ class ChooseTabs:
         if (self.runs / name).exists() or name in [job.command.run for job in jobs.queue(self.runs)]:
             raise UsageError(f"There is a run called {name}: choose another name, or resume that run on the tab Watch.")
         jobs.start(self.runs, "train", name, words)
-        chosen = gr.update(value=name, choices=[name], visible=True)
+        chosen = gr.update(value=name, choices=run_names(self.runs), visible=True)
         return {self.run: chosen, self.tabs: gr.Tabs(selected="watch")}
 
     def restore(self, values: Values) -> Values:
@@ -142,7 +141,10 @@ class ChooseTabs:
         job = _job(values[self.draft])
         if job is None:
             return {}
-        card, is_good = views.job_card(job, "Looking at the pictures"), job.code == 0
+        plan = document(views.file_of(job, views.PLAN)) if job.code == 0 else {}
+        card, is_good = views.job_card(job, "Looking at the pictures"), bool(plan)
+        if job.is_stopping and not plan:
+            card = views.card("The choices were changed in another window", "Reload this page to see them.")
         words = commands.looked_at(job.command.words, values[self.name])
         shown = {
             self.seen: card,
@@ -151,7 +153,6 @@ class ChooseTabs:
             self.go: gr.update(interactive=is_good),
             self.same: views.terminal("The same in a terminal:", ["rectified-flow", *words]),
         }
-        plan = document(views.file_of(job, views.PLAN)) if is_good else {}
         return {**shown, **self._found(job, plan)} if plan else shown
 
     def _found(self, job: jobs.Job, plan: Document) -> Values:

@@ -2,11 +2,13 @@
 
 import inspect
 import re
+from shlex import split
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import gradio as gr
 
 from rectified_flow.cli.training_flags import TrainConfig
+from rectified_flow.errors import UsageError
 
 ELSEWHERE = (
     *("dataset", "dataset_path", "output_dir", "budget", "one_step", "dry_run", "degrade", "source_path", "resume"),
@@ -40,3 +42,14 @@ def field_of(name: str, kind: object, text: str) -> gr.components.Component:
     choices += YES if bool in parts else ()
     words = {"label": name.replace("_", " "), "info": text, "elem_id": f"set-{name}", "value": ""}
     return gr.Dropdown(["", *choices], **words) if choices else gr.Textbox(**words)
+
+
+def value_of(field: gr.components.Component, text: str) -> bool | str | list[str]:
+    """Return the value of a flag from the text of its field: a choice of the menu, or words as a shell takes them."""
+    if isinstance(field, gr.Dropdown):
+        return YES.get(text, text) if ("yes", "yes") in field.choices else text
+    try:
+        return split(text)
+    except ValueError as error:
+        sentence = f"{field.label} {text} cannot be read ({str(error).lower()})"
+        raise UsageError(f"{sentence}: write the text between double quotation marks") from error
