@@ -77,7 +77,7 @@ def sandboxed(app: "ASGIApp", runs: Path) -> "ASGIApp":
                 message["headers"].append((b"content-security-policy", b"sandbox"))
             await send(message)
 
-        _, is_file, path = scope.get("path", "").partition("/file")
+        _, is_file, path = scope.get("path", "").partition("/gradio_api/file")
         file = Path(os.path.abspath(path[1:])).resolve()  # after "=" or "/"
         is_export = is_file and any(file.is_relative_to(job.command.folder.resolve()) for job in jobs(runs, "take"))
         await app(scope, receive, send_sandboxed if is_file and not is_export else send)
