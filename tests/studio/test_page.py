@@ -78,6 +78,7 @@ def make_tiny(page: Any, **more: str) -> None:
     """Fill the further settings, so that a run takes seconds."""
     go(page, "Time")
     page.get_by_role("button", name="Further settings").click()
+    page.locator("#further button.label-wrap").nth(1).wait_for()  # the groups are shown a moment later
     for group in page.locator("#further button.label-wrap").all()[1:]:
         group.click()
     for name, text in (TINY | more).items():
