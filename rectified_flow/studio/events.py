@@ -44,9 +44,9 @@ def act(
 
 
 def file_shown(path: Path | None, label: str = "", **more: object) -> object:
-    """Return the new value of a component that shows a file, and is hidden if there is none.
+    """Return an update of a component that shows a file; the component is hidden if the file does not exist.
 
-    A label is given the time at which the file was written, so that a file that is replaced is shown anew.
+    The time of writing is added to the label, so that the page reloads a file that was replaced.
     """
     if path is None or not path.exists():
         return gr.update(value=None, visible=False)

@@ -20,7 +20,7 @@ THEME = gr.themes.Base(primary_hue="teal", secondary_hue="teal", neutral_hue="sl
 
 
 def build(runs: Path) -> gr.Blocks:
-    """Return the page of a folder of runs, which is not served yet."""
+    """Return the page for a folder of runs, without serving it."""
     with gr.Blocks(title="Studio", analytics_enabled=False) as page:
         gr.HTML(HEAD)
         run = gr.Dropdown(run_names(runs), value=None, label="Run", interactive=True, visible=False, elem_id="run")

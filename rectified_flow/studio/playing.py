@@ -14,9 +14,9 @@ from rectified_flow.studio.runs import Run
 from rectified_flow.studio.uploads import receive, unused
 
 DRAWN = "drawn"
-"""Folder of a run for drawn pictures."""
+"""Name of the folder of generated pictures in the folder of a run."""
 MOMENT = "%Y-%m-%d-%H%M%S"
-"""Name of a folder, by the time at which it is made."""
+"""Format of the time in the name of a new folder."""
 NEAREST = "nearest.png"
 WHITE = "#ffffff"
 ON = {"interactive": True}
@@ -134,7 +134,7 @@ class PlayTab:
 
 
 def field_of(name: str, kind: Document) -> Component:
-    """Return the field in which a person sets a condition, by its description; an empty text does not set it."""
+    """Return the input field of a condition, from its description. An empty field leaves the condition unset."""
     words = {"label": name.replace("_", " "), **ON}
     if "num_classes" in kind:
         names = kind.get("names") or range(kind["num_classes"])

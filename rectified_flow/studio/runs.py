@@ -24,7 +24,7 @@ STATES = ("running", "finished", "interrupted", "failed")
 """States in the status of a run."""
 ONE_STEP = "one-step"
 SET_BY = {"num_classes", "quantiles", "encoder"}
-"""Names in the descriptions of conditions that a person sets: classes, numbers and captions."""
+"""Keys in the descriptions of conditions that the page has fields for: labels, numbers and captions."""
 PICTURES = ("Pixels", "Latents", "LatentsInStep")
 """Kinds of spaces of pictures."""
 
@@ -98,7 +98,7 @@ class Run:
 
 
 def run_names(runs: Path) -> list[str]:
-    """Return the names of the runs, newest first: those without a folder, which wait or failed, then the others.
+    """Return the names of the runs: runs without a folder, which wait or failed, then the others; each newest first.
 
     A one-step generator lies in the folder of its run.
     """

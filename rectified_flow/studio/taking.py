@@ -52,7 +52,7 @@ class TakeTab:
         return {card: self._card(values[self.run] or "", form) for form, card in self.cards.items()}
 
     def _card(self, run: str, form: str) -> str:
-        """Return how far an export is, with links to what it wrote, and the commands that publish it."""
+        """Return the state of an export as HTML, with links to its files and the commands that publish them."""
         job = self._newest(run, form)
         if job is None:
             return ""

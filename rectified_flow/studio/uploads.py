@@ -18,7 +18,7 @@ def receive(place: Path, name: str, files: Sequence[Path]) -> Path:
 
     Args:
         place: the folder of the runs, or of a run.
-        name: name of the new folder, which gets a number if there is a folder of this name.
+        name: name of the new folder; a number is appended if a folder of this name exists.
         files: the files, which are unpacked if they are zips. They stay, since the page may send them again.
     """
     folder = unused(place / PICTURES / name)
