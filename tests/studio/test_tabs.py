@@ -7,11 +7,11 @@ from PIL import Image
 
 from rectified_flow.errors import UsageError
 from rectified_flow.studio import jobs, runs
-from rectified_flow.studio.events import Values
 from tests.studio.test_runs import write
 
 gradio = pytest.importorskip("gradio")
 from rectified_flow.studio.choosing import ChooseTabs  # noqa: E402
+from rectified_flow.studio.events import Values  # noqa: E402
 from rectified_flow.studio.playing import PlayTab  # noqa: E402
 
 
