@@ -178,31 +178,27 @@ def test_the_length_of_a_run_on_samples_of_a_teacher(flags: str, pictures: Path,
         assert float(epochs) == pytest.approx(int(images) / int(samples.replace(",", "")), abs=0.06)
 
 
-def test_the_second_run_has_the_time_that_is_left(tmp_path: Path) -> None:
-    """Its budget is what the clock of the first run leaves, including the time before a kill."""
-    document = {"seconds": 2400.0, "asked": 1800.0, "used": 2400.0, "planned": 9}
-    (tmp_path / "clock.json").write_text(json.dumps(document))
-    words = f"--dataset_path pictures --one_step --budget 1h --output_dir {tmp_path}"
+def budgets(folder: Path, budget: str, *clocks: str, **times: float) -> list[str | None]:
+    """Return the budgets of both runs of a command in a folder whose runs have clocks with these times."""
+    for name in clocks:
+        (folder / name).mkdir(exist_ok=True)
+        (folder / name / "clock.json").write_text(json.dumps({"planned": 9, **times}))
+    words = f"--dataset_path pictures --one_step --budget {budget} --output_dir {folder}"
     with (
         patch.object(train_module, "check_one_step"),
         patch.object(train_module, "train_run", return_value=True) as trained,
     ):
         assert train_module.train(read_settings(TrainConfig, "", words.split()))
-    assert [call.args[0].values.program.budget for call in trained.call_args_list] == ["1h", "20m"]
+    return [call.args[0].values.program.budget for call in trained.call_args_list]
+
+
+def test_the_second_run_has_the_time_that_is_left(tmp_path: Path) -> None:
+    """Its budget is what the clock of the first run leaves, including the time before a kill."""
+    assert budgets(tmp_path, "1h", ".", seconds=2400.0, asked=1800.0, used=2400.0) == ["1h", "20m"]
 
 
 def test_another_budget_is_that_of_both_runs(tmp_path: Path) -> None:
-    document = {"seconds": 1800.0, "asked": 1800.0, "used": 1700.0, "planned": 9}
-    for folder in (tmp_path, tmp_path / "one-step"):
-        folder.mkdir(exist_ok=True)
-        (folder / "clock.json").write_text(json.dumps(document))
-    words = f"--dataset_path pictures --one_step --budget 3h --output_dir {tmp_path}"
-    with (
-        patch.object(train_module, "check_one_step"),
-        patch.object(train_module, "train_run", return_value=True) as trained,
-    ):
-        assert train_module.train(read_settings(TrainConfig, "", words.split()))
-    assert [call.args[0].values.program.budget for call in trained.call_args_list] == ["3h", "1h30m"]
+    assert budgets(tmp_path, "3h", ".", "one-step", seconds=1800.0, asked=1800.0, used=1700.0) == ["3h", "1h30m"]
 
 
 def test_a_stop_at_the_end_of_the_first_run_stops_the_command(tmp_path: Path) -> None:
