@@ -197,7 +197,8 @@ def with_plan(
     fixed = fixed | ({"time_distribution"} if name_of(values.flow.flow) else set())
     state = PartialState()
     stored = None if distilled is None else on_main(state, lambda: recipe_of(distilled))
-    suited, latents = plan.for_pictures(count, augmentable=can_augment(space)), bool(values.data.autoencoder)
+    suited = plan.for_pictures(count, augmentable=can_augment(space))
+    latents = bool(values.data.autoencoder)
     known = plan.Facts(
         values.method,
         pictures=count,

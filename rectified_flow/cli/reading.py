@@ -66,7 +66,8 @@ def round_trip_error(source: ImageSource, data: DataConfig) -> float:
 
 def encoding_time(data: DataConfig) -> float:
     """Return the time to encode a picture, and its mirror image, for the store [s]."""
-    medium, device = build_space(data).medium, PartialState().device
+    device = PartialState().device
+    medium = build_space(data).medium
     medium.prepare(device)
     pictures = torch.zeros(TRIED // 2, *data.framing.shape, dtype=torch.uint8, device=device)
     medium.stored(pictures[:1]).cpu()  # the first call prepares the kernels

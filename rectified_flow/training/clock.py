@@ -123,8 +123,9 @@ class Clock:
         self._began = (time.monotonic() if began is None else began) - used
         self._done: list[_Step] = []
         self._longest = 0.0
+        self._resumes = used > 0
         # A run whose preparation took nearly all the time still trains: a model of some steps is of no use.
-        self._resumes, self._least = used > 0, LEAST_SHARE * seconds
+        self._least = LEAST_SHARE * seconds
         self._first = 0.0
 
     @classmethod

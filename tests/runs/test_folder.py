@@ -90,7 +90,7 @@ def test_changes_that_are_allowed_are_reported(tmp_path: Path) -> None:
 
 
 def test_a_run_with_checkpoints_elsewhere_is_not_begun_anew(tmp_path: Path) -> None:
-    """In Python and in the examples, which do not read the flags that a run records."""
+    """A Trainer and the examples do not read the flags that a run records, and the error names its folder."""
     run, place = tmp_path / "run", tmp_path / "elsewhere"
     run.mkdir()
     (run / "config.json").write_text(json.dumps({"training": {"checkpoint_dir": str(place)}}))
