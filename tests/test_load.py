@@ -166,20 +166,26 @@ def test_a_folder_that_is_no_model_of_the_hub(tmp_path: Path) -> None:
         load_pretrained(tmp_path)
 
 
-def test_a_model_is_uploaded_with_its_card(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_card", [False, True])
+def test_a_model_is_uploaded_with_its_card_unless_the_hub_has_one(
+    has_card: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     flow, uploaded = FLOWS["rectified"](), dict[str, str]()
 
     def create_repo(_api: HfApi, repo_id: str, **options: Any) -> SimpleNamespace:
         assert options == {"private": True, "exist_ok": True}
         return SimpleNamespace(repo_id=f"me/{repo_id}")
 
-    def upload_folder(_api: HfApi, *, repo_id: str, folder_path: str, commit_message: str, ignore_patterns: str) -> str:
-        assert ignore_patterns == "*.manifest.*"
+    def upload_folder(
+        _api: HfApi, *, repo_id: str, folder_path: str, commit_message: str, ignore_patterns: list[str]
+    ) -> str:
+        assert ignore_patterns == ["*.manifest.*"] + ["README.md"] * has_card
         same(load_pretrained(folder_path), flow)
         uploaded[repo_id] = (Path(folder_path) / "README.md").read_text()
         return f"https://huggingface.co/{repo_id}/commit/1"
 
     monkeypatch.setattr(HfApi, "create_repo", create_repo)
+    monkeypatch.setattr(HfApi, "file_exists", lambda _api, repo_id, name: has_card and name == "README.md")
     monkeypatch.setattr(HfApi, "upload_folder", upload_folder)
     assert push_to_hub(flow, "flowers", private=True) == "https://huggingface.co/me/flowers/commit/1"
     assert 'flow = load_pretrained("me/flowers")' in uploaded["me/flowers"]

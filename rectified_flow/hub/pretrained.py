@@ -88,7 +88,7 @@ def push_to_hub(
     token: str | None = None,
     **card: Unpack[CardContents],
 ) -> str:
-    """Upload a flow with its model card to the Hugging Face hub.
+    """Upload a flow with its model card to the Hugging Face hub. A card that is there already stays.
 
     Args:
         flow: the flow.
@@ -102,9 +102,13 @@ def push_to_hub(
     """
     api = HfApi(token=token)
     repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+    kept = [CARD_FILE] if api.file_exists(repo_id, CARD_FILE) else []  # its owner may have edited it on the hub
     with TemporaryDirectory() as folder:
         save_pretrained(flow, folder, repo_id=repo_id, **card)
         commit = api.upload_folder(
-            repo_id=repo_id, folder_path=folder, ignore_patterns="*.manifest.*", commit_message="Upload the model"
+            repo_id=repo_id,
+            folder_path=folder,
+            ignore_patterns=["*.manifest.*", *kept],
+            commit_message="Upload the model",
         )
         return str(commit)
