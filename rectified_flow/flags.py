@@ -54,7 +54,7 @@ class Rule:
     for_pictures: bool = False
     """The flag is refused if the data are items of a registered dataset."""
     shapes_training: bool = False
-    """A resumed run with another value trains differently, which is reported."""
+    """A resumed run with another value trains differently, which is reported; for flags of ``TrainingConfig`` only."""
     choice: str = ""
     """The choice that this flag and others make together: a plan sets none of them if one is given."""
     stands_for: str = ""
@@ -64,6 +64,7 @@ class Rule:
 
 
 flag = Rule
+"""A rule, as annotations write it."""
 
 
 @dataclass(frozen=True)

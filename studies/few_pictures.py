@@ -29,7 +29,7 @@ from rectified_flow.system.pictures import to_grid, write_picture
 from studies.harness import Case, Figures, Flags, Row, Study, run
 from studies.training import FEATURES, find_folder, load_trained, open_pictures, write_trained
 
-COUNTS, BATCH = (30, 60, 125, 250), 32
+COUNTS = (30, 60, 125, 250)
 SCALE = 1.5  # scale of the guidance away from the starter, the "domain guidance" of arXiv:2504.01521
 KERNEL = f"heldout_{FEATURES}_kernel_distance"
 PLANNED: Mapping[str, Any] = {
@@ -40,11 +40,13 @@ PLANNED: Mapping[str, Any] = {
     "dim": 48,
     "dim_mults": (1, 2),
     "network": ("Unet", "blocks_per_level=1", "attention_sides=[8]"),
+    "dropout": 0,
     "time_distribution": "stratified=True",
     "mixed_precision": "no",
     "augment": 0.15,
     "init_from": "starter",
     "holdout": 0,
+    "batch_size": 32,
     "num_samples": 36,
 }
 """Settings that the plan chooses for these pictures for one hour on a CPU, except for the length."""
@@ -56,6 +58,8 @@ class Setting:
 
     about: str
     flags: Mapping[str, Any] = field(default_factory=dict)
+    average: float = 0.05
+    """Time constant of the average of the weights, as a share of the steps."""
 
 
 SETTINGS = {
@@ -64,7 +68,7 @@ SETTINGS = {
     "random weights": Setting("expected: larger kernel distance, equally many copies", {"init_from": "none"}),
     "neither": Setting("no augmentation, and random weights", {"augment": 0, "init_from": "none"}),
     "augment 0.3": Setting("expected: fewer copies", {"augment": 0.3}),
-    "dropout 0.3": Setting("expected: fewer copies", {"network": (*PLANNED["network"], "dropout=0.3")}),
+    "dropout 0.1": Setting("expected: fewer copies", {"dropout": 0.1}),
 }
 
 
@@ -106,15 +110,15 @@ def train_on_links(row: Row, files: Mapping[Path, Path], setting: Setting) -> No
         link.parent.mkdir(parents=True, exist_ok=True)
         if not link.is_symlink():
             link.symlink_to(file.absolute())
-    steps = ceil(row.budget / BATCH)
-    length: dict[str, Any] = {"train_num_steps": steps, "batch_size": BATCH, "lr_warmup_steps": max(1, steps // 50)}
-    length |= {"ema_decay": 1 - 1 / max(10, steps / 20), "sample_every": steps, "save_every": max(1, steps // 6)}
-    places = {"dataset_path": folder, "image_size": row.image_size, "output_dir": row.folder / "run"}
-    flags = {**PLANNED, **setting.flags, **length, **places, "seed": row.seed}
+    flags = {**PLANNED, **setting.flags}
+    steps = ceil(row.budget / flags["batch_size"])
+    flags |= {"train_num_steps": steps, "lr_warmup_steps": max(1, steps // 50), "sample_every": steps}
+    flags |= {"ema_decay": 1 - 1 / max(10, setting.average * steps), "save_every": max(1, steps // 6)}
+    flags |= {"dataset_path": folder, "image_size": row.image_size, "output_dir": row.folder / "run", "seed": row.seed}
     settings = read_settings(TrainConfig, "", command_line(flags))
     if not train(settings):
         raise RuntimeError(f"{row.folder} was interrupted, and its checkpoint is saved")
-    write_trained(row, steps * BATCH, 0.0)
+    write_trained(row, steps * flags["batch_size"], 0.0)
 
 
 def measure(row: Row, count: int) -> Figures:

@@ -1,4 +1,7 @@
-"""Times in words, as people write them: ``90s``, ``45 min``, ``1h30m`` or ``1.5 hours``. Imports no torch."""
+"""Times in words, as people write them: ``90s``, ``45 min``, ``1h30m`` or ``1.5 hours``. Imports no torch.
+
+The length of a run is chosen by :mod:`rectified_flow.cli.plan`.
+"""
 
 import re
 from collections.abc import Sequence

@@ -26,7 +26,8 @@ class OpenData:
     Args:
         description: the description of the data.
         items: pictures with their columns and sources, or the items of a registered dataset.
-        rows: the items as the space stores them; the items themselves before the space or a teacher has stored rows.
+        rows: the items as the space stores them; the items themselves before the space or a teacher has stored rows,
+            and if latents are encoded in each step.
         space: the space of the rows.
         split: the rows on either side of the split, if some are held out.
     """

@@ -110,6 +110,8 @@ class BackgroundSaver:
 class Run:
     """A run on the disk. Every process calls the same methods in the same order; the main process alone writes.
 
+    The cause of a failure is the exception: the first process that fails writes it.
+
     Args:
         accelerator: the run's Accelerator.
         config: the run's flags.

@@ -64,7 +64,7 @@ class Callback:
         """Run after a preview, with its samples, uint8 ``[n, 3, h, w]``; sources stand before theirs."""
 
     def on_checkpoint(self, trainer: "Trainer", path: Path) -> None:
-        """Run when a checkpoint has been copied; a thread of the main process writes it to ``path``."""
+        """Run when a checkpoint has been copied; a thread of the main process writes it to ``path``, or fails to."""
 
     def on_end(self, trainer: "Trainer") -> None:
         """Run after the last step, or the last one before a requested stop, when everything is on the disk."""

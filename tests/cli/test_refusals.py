@@ -67,7 +67,7 @@ REFUSALS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("--global_batch_size 16000000", "a step of 16,000,000 images "),
         (
             "--output_dir {pictures.one} --dataset_path {paired.data}/to --dim_mults 1",
-            "was trained on other data or at another size",
+            "was trained on other data, at another size or with another --holdout",
         ),
         ("--exclude b/99.png", "--exclude names b/99.png, which is no image of pictures: correct"),
     ],

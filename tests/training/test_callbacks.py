@@ -200,6 +200,31 @@ def test_a_preview_may_be_the_best(tmp_path: Path) -> None:
     assert checkpoint.step_of(best) == 2
 
 
+class BestCheckpoint(Callback):
+    """Calls each of the checkpoints of the first steps the best one, while it is being written."""
+
+    def on_checkpoint(self, trainer: Trainer, path: Path) -> None:
+        if trainer.state.step <= 4:
+            trainer.save_as_best()
+
+
+def test_a_checkpoint_that_could_not_be_written_is_not_the_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the name would lead nowhere, and the former best one would be removed."""
+    save = checkpoint.save
+
+    def save_to_a_full_disk(folder: Path, step: int, *args: Any, **options: Any) -> Path:
+        if step == 4:
+            raise OSError("no space is left")
+        return save(folder, step, *args, **options)
+
+    monkeypatch.setattr(checkpoint, "save", save_to_a_full_disk)
+    config = tiny_config(tmp_path / "run", train_num_steps=8, save_every=2, keep_checkpoints=1)
+    assert build_trainer(config, tiny_dataset(tmp_path / "cache"), callbacks=[BestCheckpoint()]).train()
+    assert checkpoint.best_of(tmp_path / "run/checkpoints") == tmp_path / "run/checkpoints/step_00000002"
+
+
 def test_checkpoints_are_ranked_by_the_frechet_distance_alone(tmp_path: Path) -> None:
     pictures = tiny_dataset(tmp_path / "cache")
     with pytest.raises(UsageError, match="`metrics` of an EvaluationHook need frechet"):
