@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from accelerate import Accelerator
 from torch.utils.data import Dataset
@@ -47,6 +47,7 @@ from rectified_flow.system.files import (
     hash_file,
     locked,
     prepare_folder,
+    read_bytes,
     read_document,
     replace_file,
     writing,
@@ -59,6 +60,7 @@ STATUS_FILE, SAMPLES, LOCK = "status.json", "samples", "run"
 LOGS = ("metrics.jsonl", "metrics.old.jsonl", "bad_steps.jsonl", "bad_steps.old.jsonl")
 DATA_SHEET = "data.png"
 CLOCK_FILE = "clock.json"
+OWNER = "run"  # file in the folder of ``checkpoint_dir`` that contains the folder of the run
 RUN_FILES = (CONFIG_FILE, STATUS_FILE, CLOCK_FILE, DATA_SHEET, "loss.png", SAMPLES, *LOGS)
 """Files and folders that every run writes into its output folder."""
 
@@ -124,8 +126,8 @@ def write_status(
     """
     before = read_status(folder)
     status: Document = {"state": state, "step": step, "total_steps": total_steps, "message": message}
-    status |= {"time": _time_text(0), "host": platform.node(), "pid": os.getpid()}
-    status["id"] = before.get("id") or uuid.uuid4().hex[:12]  # the same after every restart
+    status |= {"time": _time_text(0), "host": platform.node(), "pid": os.getpid(), "folder": str(folder.resolve())}
+    status["id"] = _kept_id(before, status["folder"]) or uuid.uuid4().hex[:12]
     goes_on = state == "running" and before.get("pid") == status["pid"]
     kept = ("step_time", "ends") if goes_on else ("step_time",)
     status |= times or {name: before.get(name) for name in kept}
@@ -136,6 +138,13 @@ def write_status(
         with suppress(OSError):  # overwriting the old file needs no more space
             (folder / STATUS_FILE).write_text(text)
     return str(status["id"])
+
+
+def _kept_id(before: Mapping[str, Any], folder: str) -> str | None:
+    """Return the name in trackers of a run that was stopped or moved; None if the run is new, or a copy."""
+    name, recorded = before.get("id"), before.get("folder", folder)
+    is_copy = recorded != folder and isinstance(recorded, str) and read_status(Path(recorded)).get("id") == name
+    return name if isinstance(name, str) and not is_copy else None
 
 
 def times_of(step_time: float, left: float) -> Document:
@@ -181,7 +190,7 @@ def prepare_folders(config: TrainingConfig, *, writes: bool = True) -> None:
     if not is_run(folder) and (folder / CONFIG_FILE).exists():  # such as that of a saved model
         raise UsageError(f"{folder / CONFIG_FILE} is damaged or does not belong to a run: choose another `output_dir`")
     folder = make("checkpoint_dir" if config.checkpoint_dir else "output_dir", config.checkpoints)
-    hold(folder, [BEST], proven=checkpoint.best_of(folder) is not None)
+    hold(folder, [BEST, OWNER] if config.checkpoint_dir else [BEST], proven=checkpoint.best_of(folder) is not None)
     for step in folder.glob("step_" + "[0-9]" * 8):
         if not checkpoint.is_checkpoint(step):
             owned_files(step, CHECKPOINT)
@@ -212,6 +221,19 @@ def lock_folder(config: TrainingConfig, held: ExitStack) -> None:
     if place is not None and place.resolve() != folder.resolve():  # another run may save there, too
         busy = f"another run saves into `checkpoint_dir` {place}"
         held.enter_context(locked(place, LOCK, busy, LOCK_TIMEOUT))
+        replace_file(place / OWNER, f"{folder.resolve()}\n")
+
+
+def owner_of(place: Path) -> Path | None:
+    """Return the folder of the run that saves into the folder ``place`` of its ``checkpoint_dir``; None if none does.
+
+    The folder of the run may have been moved since, and the checkpoints may have been copied.
+    """
+    with suppress(DamageError):
+        owner = Path(read_bytes(place / OWNER).decode(errors="replace").strip())
+        if owner.is_absolute() and is_run(owner) and checkpoint.place_of(owner).resolve() == place.resolve():
+            return owner
+    return None
 
 
 MAY_CHANGE = (
@@ -237,8 +259,12 @@ def check_start(config: TrainingConfig, origin: Path | None = None, *, writes: b
     if found and config.resume == "never":
         raise UsageError(f"{config.checkpoints} already holds checkpoints: pass `resume` auto, or another `output_dir`")
     place = checkpoint.place_of(config.output_dir)
-    if not found and config.checkpoint_dir is None and checkpoint.list_checkpoints(place):
-        raise UsageError(f"the checkpoints of {config.output_dir} are in {place}: pass `checkpoint_dir` {place}")
+    if not found and checkpoint.list_checkpoints(place):
+        remedy = f"pass `checkpoint_dir` {place}, or move them"
+        raise UsageError(f"the checkpoints of {config.output_dir} are in {place}: {remedy}")
+    owner = None if config.checkpoint_dir is None else owner_of(config.checkpoints)
+    if owner not in (None, config.output_dir.resolve()):
+        raise UsageError(f"`checkpoint_dir` {config.checkpoints} has the checkpoints of {owner}: choose another")
     if not found and origin is not None:
         checkpoint.resolve(origin, names=())
 

@@ -144,7 +144,7 @@ def test_two_runs_do_not_share_a_checkpoint_dir(tmp_path: Path) -> None:
     flags = f"{TINY} --num_samples 0 --batch_size 4 --train_num_steps 1 --checkpoint_dir {tmp_path / 'shared'}"
     run_on_ranks(1, printed, f"{flags} --output_dir {tmp_path / 'a'}")
     other = f"{flags} --output_dir {tmp_path / 'b'} --dim 16"
-    assert_refused("train_oxford.py", 1, other, "choose another --output_dir")
+    assert_refused("train_oxford.py", 1, other, f"has the checkpoints of {tmp_path / 'a'}: choose another")
 
 
 def hub_folder(folder: Path) -> Path:

@@ -1,8 +1,9 @@
 """Tests of resuming: another flow is refused, and changed settings are reported."""
 
 import json
-from contextlib import redirect_stdout
-from dataclasses import asdict
+import shutil
+from contextlib import ExitStack, redirect_stdout
+from dataclasses import asdict, replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,14 @@ from rectified_flow.flows.times import LogitNormal, Uniform
 from rectified_flow.registry import build, describe
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.checkpoint import CONFIG_FILE, FLOW_FILE, STATE_FILE, RunIdentity, TrainerFile
-from rectified_flow.runs.folder import check_start, choose_checkpoint, describe_run, prepare_folders
+from rectified_flow.runs.folder import (
+    check_start,
+    choose_checkpoint,
+    describe_run,
+    lock_folder,
+    prepare_folders,
+    write_status,
+)
 from rectified_flow.spaces.degradations import Grey
 from rectified_flow.system.artifact import claimed_names
 
@@ -95,9 +103,31 @@ def test_a_run_with_checkpoints_elsewhere_is_not_begun_anew(tmp_path: Path) -> N
     run.mkdir()
     (run / "config.json").write_text(json.dumps({"training": {"checkpoint_dir": str(place)}}))
     checkpoint.save(place, 3, {}, {checkpoint.CONFIG_FILE: {}})
-    with pytest.raises(UsageError, match=f"the checkpoints of .*run are in {place}: pass `checkpoint_dir`"):
-        check_start(TrainingConfig(output_dir=run), writes=False)
+    for another in (None, tmp_path / "a larger disk"):
+        with pytest.raises(UsageError, match=f"the checkpoints of .*run are in {place}: pass `checkpoint_dir`"):
+            check_start(TrainingConfig(output_dir=run, checkpoint_dir=another), writes=False)
     check_start(TrainingConfig(output_dir=run, checkpoint_dir=place), writes=False)
+
+
+def test_a_copy_of_a_run_does_not_save_among_the_checkpoints_of_the_run(tmp_path: Path) -> None:
+    """They would be pruned, and the run would have the weights of its copy. The id in trackers is that of the run, too."""
+    place, run, copy = tmp_path / "elsewhere", tmp_path / "run", tmp_path / "copy"
+    config = TrainingConfig(output_dir=run, checkpoint_dir=place)
+    with ExitStack() as held:
+        lock_folder(config, held)
+    name = write_status(run, "running", 1, 2)
+    (run / "config.json").write_text(json.dumps({"training": {"checkpoint_dir": str(place)}}))
+    checkpoint.save(place, 3, {}, {checkpoint.CONFIG_FILE: {}})
+    check_start(config, writes=False)
+    shutil.copytree(run, copy)
+    with pytest.raises(UsageError, match=f"`checkpoint_dir` {place} has the checkpoints of {run}: choose another"):
+        check_start(replace(config, output_dir=copy), writes=False)
+    assert write_status(copy, "running", 1, 2) != name
+    shutil.copytree(place, tmp_path / "their copy")
+    check_start(replace(config, output_dir=copy, checkpoint_dir=tmp_path / "their copy"), writes=False)
+    moved = run.rename(tmp_path / "moved")
+    check_start(replace(config, output_dir=moved), writes=False)
+    assert write_status(moved, "running", 1, 2) == name
 
 
 def test_the_check_of_a_start_leaves_nothing_behind(tmp_path: Path) -> None:
