@@ -1,8 +1,8 @@
 """The flags of the training programs. Imports no torch, so that ``--help`` starts fast.
 
-A new flag is a field with a docstring in one of the groups below, or in ``TrainingConfig`` if the trainer reads it. Runs
-record it and resume with it, unless its :class:`rectified_flow.flags.Rule` says otherwise. A student has the flags of
-the data and the network from its teacher (``record.py``).
+A new flag is a field with a docstring in one of the groups below, or in ``TrainingConfig`` if the trainer reads it.
+Runs record it and resume with it, unless its :class:`rectified_flow.flags.Rule` says otherwise. A student has the flags
+of the data and the network from its teacher (``record.py``).
 """
 
 from dataclasses import dataclass, field

@@ -19,7 +19,7 @@ from safetensors.torch import save as save_to_bytes
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from rectified_flow.errors import DamageError, UsageError, first_line
+from rectified_flow.errors import DamageError, NewerError, UsageError, first_line
 from rectified_flow.registry import Document
 from rectified_flow.runs.training_config import CHECKPOINTS
 from rectified_flow.system.artifact import (
@@ -181,11 +181,18 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def set_aside(folder: Path) -> None:
-    """Rename the checkpoints in ``folder`` without a manifest, which are not removed: nothing proves whose they are."""
+    """Rename the checkpoints in ``folder`` without a manifest that can be read.
+
+    They are not removed, since nothing proves whose they are, and otherwise they would be in the way of new ones.
+    """
     for path in list_checkpoints(folder):
-        if not (path / MANIFEST).exists():
+        try:
+            read_manifest(path)
+        except NewerError:
+            continue
+        except DamageError:
             aside = path.rename(path.with_name(f"{path.name}.damaged-{token_hex(2)}"))
-            tqdm.write(f"note: {path} has no manifest and is called {aside.name} from now on")
+            tqdm.write(f"note: the manifest of {path} is missing or damaged: it is called {aside.name} from now on")
 
 
 def list_checkpoints(folder: Path) -> list[Path]:

@@ -277,7 +277,9 @@ def choose_checkpoint(config: TrainingConfig, run: RunIdentity, flow: Block) -> 
         return None
     before = checkpoint.load_state(path).run
     if run.dataset != before.dataset:
-        raise UsageError(f"{path} was trained on other data, at another size or with another `holdout`: choose another `output_dir`")
+        raise UsageError(
+            f"{path} was trained on other data, at another size or with another `holdout`: choose another `output_dir`"
+        )
     for name in ("seed", "global_batch", "precision"):
         then, now = getattr(before, name), getattr(run, name)
         if then != now:
