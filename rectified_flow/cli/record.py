@@ -105,19 +105,27 @@ def with_record(settings: Settings[C]) -> tuple[Settings[C], bool]:
         if distilled is not None:
             _check_inherited(values.run.output_dir, begun, inheritable)
         check_method(values.method, begun, values.run.output_dir)
+        found: dict[str, Any] = {}
+        if distilled is not None and (recorded := begun.get("teacher")) is not None:
+            found["teacher"] = on_main(state, lambda: _same_teacher(recorded, distilled))
+            if found["teacher"] is None:
+                problem = f"has no effect, as the run in {values.run.output_dir} learns from {recorded}"
+                raise UsageError(f"--teacher {distilled.teacher} {problem}: choose another --output_dir")
         asked, began = values.init.init_from, begun.get("init_from")
         if "init_from" in settings.given and asked != began:
             kept = f"--init_from {asked} has no effect, as the run in {values.run.output_dir} has begun"
             state.print(line("note", f"{kept} from {began or 'random weights'}: choose another --output_dir"))
         if "global_batch_size" not in settings.given:
             begun |= _split_again(begun, state.num_processes)
-        return settings.with_layer("recorded", begun).resolving(_same_teacher(begun, values.teacher.teacher)), True
+        return settings.with_layer("recorded", begun).resolving(found), True
     chosen: dict[str, Any] = {"method": values.method}
     if values.method in ("mean_flow", "distill"):
         chosen["lr_decay"] = "cosine"
     if distilled is None:
         return settings.with_layer("chosen", {**chosen, "data_seed": values.run.seed}), False
-    source = on_main(state, lambda: _source_of(distilled))
+    source, stored = on_main(state, lambda: (_source_of(distilled), recipe_of(distilled)))
+    if stored is not None:
+        chosen |= {"teacher_samples": stored.pairs, "teacher_steps": stored.steps}
     theirs = on_main(state, lambda: recorded_flags(source))
     teacher = Settings(TrainConfig, {"recorded": theirs}).values
     is_condition = teacher.source.is_given and not teacher.source.as_start
@@ -146,12 +154,17 @@ def _split_again(begun: Mapping[str, Any], processes: int) -> dict[str, Any]:
     return {"global_batch_size": share * processes, "batch_size": batch, "gradient_accumulation_steps": None}
 
 
-def _same_teacher(begun: Mapping[str, Any], given: Path | None) -> dict[str, Any]:
-    """Return the recorded checkpoint if the teacher's run is given, which may have a newer checkpoint by now."""
-    teacher: Path | None = begun.get("teacher")
-    if teacher is None or given is None or not _is_of(teacher, given):
-        return {}
-    return {"teacher": teacher}
+def _same_teacher(recorded: Path, distilled: DistillationData) -> Path | None:
+    """Return where the recorded checkpoint of a teacher is now; None if the given teacher is another one.
+
+    It is the recorded path, which may be gone, if the given teacher is that checkpoint or its run, which may have a
+    newer checkpoint by now. In a copy of the run, or after it was moved, it is the checkpoint of the same contents.
+    """
+    given, stored = distilled.teacher, recipe_of(distilled)
+    if _is_of(recorded, given):
+        return recorded
+    copy = given if given.name == recorded.name else checkpoint.place_of(given) / recorded.name
+    return copy if stored is not None and checkpoint.fingerprint(copy) == stored.teacher else None
 
 
 def _is_of(source: Path, teacher: Path) -> bool:
@@ -186,9 +199,9 @@ def _stored_source(distilled: DistillationData) -> Path | None:
     stored = recipe_of(distilled)
     if stored is None:
         return None
-    source = Path(stored.source)
-    if not _is_of(source, distilled.teacher):
-        raise UsageError(f"{distilled.folder} contains {distilled.kind} of {source}: {REMEDY}")
+    source = _same_teacher(Path(stored.source), distilled)
+    if source is None:
+        raise UsageError(f"{distilled.folder} contains {distilled.kind} of {stored.source}: {REMEDY}")
     if not source.exists():
         raise UsageError(f"{source}, the source of {distilled.kind} in {distilled.folder}, no longer exists: {REMEDY}")
     return source

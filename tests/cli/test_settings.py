@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +12,12 @@ import pytest
 from accelerate import PartialState
 
 from rectified_flow.cli import record
+from rectified_flow.cli.distill import Recipe
 from rectified_flow.cli.model_flags import EvaluateConfig, ExportConfig, SampleConfig, WatchConfig
 from rectified_flow.cli.record import distillation_of, with_record
 from rectified_flow.cli.settings import Settings, read_settings
 from rectified_flow.cli.training_flags import OneStepConfig, TrainConfig
+from rectified_flow.data.store import RECIPE_FILE
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import recorded
 from rectified_flow.runs import checkpoint
@@ -162,6 +165,51 @@ def test_a_student_is_repeated_by_its_file(tmp_path: Path) -> None:
     assert with_record(settings_of(words, OneStepConfig))[0].values.data.holdout == 0.2
     with pytest.raises(UsageError, match="--dim has no effect with --teacher: the run inherits --dim 24"):
         with_record(settings_of(f"--config {file} --dim 16 --output_dir {tmp_path}/again", OneStepConfig))
+
+
+def store_paths(student: Path, teacher: Path, **recipe: Any) -> None:
+    """Write the recipe of paths that a teacher has drawn for a student."""
+    checkpoint_of_teacher = checkpoint.resolve(teacher, [checkpoint.CONFIG_FILE])
+    values = {"pairs": 24, "steps": 8, "seed": 0, "points": 8, "solver": "ab2"} | recipe
+    values |= {"source": str(checkpoint_of_teacher), "teacher": checkpoint.fingerprint(checkpoint_of_teacher)}
+    (student / "paths").mkdir(parents=True)
+    (student / "paths" / RECIPE_FILE).write_text(json.dumps(asdict(Recipe(**values))))
+
+
+@pytest.mark.parametrize("has_checkpoint", [True, False])
+def test_a_student_goes_on_with_a_copy_of_its_teacher_and_with_no_other(tmp_path: Path, has_checkpoint: bool) -> None:
+    save(tmp_path / "a", dim=24, seed=1)
+    save(tmp_path / "b", dim=24, seed=2)
+    student = tmp_path / "a/one-step"
+    flags = recorded(
+        with_record(settings_of(f"--teacher {tmp_path}/a --output_dir {student}", OneStepConfig))[0].values
+    )
+    store_paths(student, tmp_path / "a")
+    if has_checkpoint:
+        save(student, **flags)
+    (student / checkpoint.CONFIG_FILE).write_text(json.dumps({"data": {}, "flow": {}, "training": flags}))
+    words = f"--output_dir {student} --teacher"
+    with pytest.raises(UsageError, match=f"--teacher .*/b has no effect|contains paths of {tmp_path}/a"):
+        with_record(settings_of(f"{words} {tmp_path}/b", OneStepConfig))
+    assert with_record(settings_of(f"{words} {tmp_path}/a", OneStepConfig))[1]
+    (tmp_path / "a").rename(tmp_path / "moved")
+    words = f"--output_dir {tmp_path}/moved/one-step --teacher {tmp_path}/moved"
+    settings, has_begun = with_record(settings_of(words, OneStepConfig))
+    assert has_begun
+    assert settings.values.teacher.teacher == checkpoint.resolve(tmp_path / "moved", [checkpoint.CONFIG_FILE])
+
+
+def test_a_second_student_takes_the_paths_that_are_there(tmp_path: Path) -> None:
+    """Their number may be one that a plan chose, and not the default."""
+    save(tmp_path / "teacher", dim=24)
+    store_paths(tmp_path / "first", tmp_path / "teacher", steps=4, points=4)
+    words = f"--teacher {tmp_path}/teacher --teacher_dir {tmp_path}/first/paths --output_dir {tmp_path}/second"
+    distilled = distillation_of(with_record(settings_of(words, OneStepConfig))[0].values)
+    assert distilled is not None
+    assert (distilled.recipe.pairs, distilled.recipe.steps, distilled.recipe.points) == (24, 4, 4)
+    distilled = distillation_of(with_record(settings_of(f"{words} --teacher_samples 9", OneStepConfig))[0].values)
+    assert distilled is not None
+    assert distilled.recipe.pairs == 9, "which is then refused"
 
 
 @pytest.mark.parametrize("given", ["", "--gradient_accumulation_steps 2"])

@@ -110,7 +110,7 @@ def test_a_run_with_checkpoints_elsewhere_is_not_begun_anew(tmp_path: Path) -> N
 
 
 def test_a_copy_of_a_run_does_not_save_among_the_checkpoints_of_the_run(tmp_path: Path) -> None:
-    """They would be pruned, and the run would have the weights of its copy. The id in trackers is that of the run, too."""
+    """Those of the run would be removed, and the run would have the weights of its copy. Trackers keep both apart."""
     place, run, copy = tmp_path / "elsewhere", tmp_path / "run", tmp_path / "copy"
     config = TrainingConfig(output_dir=run, checkpoint_dir=place)
     with ExitStack() as held:
