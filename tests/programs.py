@@ -70,7 +70,7 @@ def constant_speed(rate: float = 300.0, *, measured: bool = False, timed: bool =
         if not timed:
             patched.enter_context(patch.object(facts, "seconds_since", lambda _began: 0.0))
             patched.enter_context(patch.object(Clock, "tick", lambda *_: False))
-            patched.enter_context(patch.object(Clock, "used_before", lambda *_: 0.0))
+            patched.enter_context(patch.object(Clock, "used_before", lambda *_, **__: 0.0))
         yield
 
 

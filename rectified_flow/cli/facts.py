@@ -61,7 +61,7 @@ def seconds_since(began: float) -> float:
 def time_used(folder: Path, budget: float) -> float:
     """Return the time used by a run that was killed before its first checkpoint [s], and print it. Collective."""
     state = PartialState()
-    used = on_main(state, lambda: Clock.used_before(folder, budget))
+    used = on_main(state, lambda: Clock.used_before(folder, budget, saved=False))
     if used:
         state.print(line("clock", f"{duration(used)} of the budget had been used before the run was killed"))
     return used

@@ -91,6 +91,8 @@ class ClockFile:
     most_steps: Natural | None = None
     """Largest number of steps of the run; None for no limit."""
     changes: list[Change] = field(default_factory=list)
+    saved: bool = False
+    """Whether the run has saved a checkpoint, so that its time belongs to a run that resumes."""
 
 
 class Clock:
@@ -124,6 +126,8 @@ class Clock:
         self._done: list[_Step] = []
         self._longest = 0.0
         self._resumes = used > 0
+        self.saved = False
+        """Whether the run has saved a checkpoint."""
         # A run whose preparation took nearly all the time still trains: a model of some steps is of no use.
         self._least = LEAST_SHARE * seconds
         self._first = 0.0
@@ -146,18 +150,19 @@ class Clock:
         return cls(file.seconds, file.most_steps, asked=file.asked, used=file.used, began=began, changes=file.changes)
 
     @staticmethod
-    def used_before(folder: Path, asked: float) -> float:
+    def used_before(folder: Path, asked: float, *, saved: bool = True) -> float:
         """Return the recorded time that a run has used [s]; 0 if none is recorded. Call in one process only.
 
         Args:
             folder: the folder of the run.
             asked: the requested time [s]. If it differs from the recorded one, 0 is returned.
+            saved: whether the time of a run that has saved a checkpoint counts, too.
         """
         try:
             file = read_document(folder / CLOCK_FILE, ClockFile)
         except DamageError:
             return 0.0
-        return file.used if file.asked == asked else 0.0
+        return file.used if file.asked == asked and (saved or not file.saved) else 0.0
 
     @property
     def elapsed(self) -> float:
@@ -175,7 +180,8 @@ class Clock:
 
     def write(self, folder: Path, planned: int, *, durable: bool = True) -> None:
         """Write ``clock.json`` into the folder of the run. Call in one process only."""
-        file = ClockFile(self.seconds, self.asked, round(self.elapsed, 1), planned, self.most_steps, list(self.changes))
+        used, changes = round(self.elapsed, 1), list(self.changes)
+        file = ClockFile(self.seconds, self.asked, used, planned, self.most_steps, changes, self.saved)
         write_output(folder / CLOCK_FILE, json.dumps(asdict(file), indent=1), durable=durable)
 
     def tick(self, step: int, total: int) -> bool:

@@ -318,6 +318,7 @@ class Trainer:
         if self.clock is None:
             (self.config.output_dir / CLOCK_FILE).unlink(missing_ok=True)
         else:
+            self.clock.saved = self.state.step > 0
             self.clock.write(self.config.output_dir, self.pace.planned)
 
     def _write_clock(self, *, durable: bool = False) -> None:
@@ -363,6 +364,8 @@ class Trainer:
         state = self.state
         counters = state.counters(distributed.gather_scalars(self.accelerator, state.sums))
         self._saved = self.run.save(state.step, state.tensors(), counters, best=self._is_best)
+        if self.clock is not None:
+            self.clock.saved = True
         for callback in self.callbacks:
             callback.on_checkpoint(self, self._saved)
 

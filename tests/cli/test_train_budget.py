@@ -24,6 +24,7 @@ from rectified_flow.cli.training_flags import TrainConfig
 from rectified_flow.load import load_flow
 from rectified_flow.runs.folder import read_config
 from rectified_flow.system.signals import defer_signals, stop_on_signals
+from rectified_flow.training.clock import Clock
 from tests.programs import assert_refused, constant_speed
 from tests.ranks import run_on_ranks
 from tests.training.runs import losses
@@ -87,7 +88,9 @@ def test_a_run_that_is_killed_before_its_first_checkpoint_has_the_rest_of_its_ti
     run_on_ranks(1, train, words, 200.0, False, True)
     shutil.rmtree(tmp_path / "run/checkpoints")
     clock = json.loads((tmp_path / "run/clock.json").read_text())
-    (tmp_path / "run/clock.json").write_text(json.dumps(clock | {"used": 1.5}))
+    assert clock["saved"], "the time of a run whose checkpoints were moved away is not that of the run that begins anew"
+    assert Clock.used_before(tmp_path / "run", 4.0, saved=False) == 0
+    (tmp_path / "run/clock.json").write_text(json.dumps(clock | {"used": 1.5, "saved": False}))
     [said] = run_on_ranks(1, printed, words, True)
     assert "clock       1.5 s of the budget had been used before the run was killed" in said
     again = json.loads((tmp_path / "run/clock.json").read_text())
