@@ -1,6 +1,6 @@
 """The recorded layers of a run's settings: flags of the run itself when it resumes, and flags of its teacher's run."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import fields
 from os.path import lexists
@@ -13,6 +13,8 @@ from rectified_flow.cli.distill import REMEDY, DistillationData, recipe_of
 from rectified_flow.cli.program_flags import ProgramConfig
 from rectified_flow.cli.settings import Settings, command_line, flags_in, typed_flags
 from rectified_flow.cli.training_flags import (
+    NO_WEIGHTS,
+    STARTER,
     ColumnConfig,
     DataConfig,
     FlowConfig,
@@ -47,6 +49,8 @@ INHERITED = DATA_FLAGS | names_of(NetworkConfig) | {"prediction"}
 """Flags that a student has from the run of its teacher."""
 OF_FIRST_RUN = names_of(NetworkConfig, InitConfig, FlowConfig) | {"sample_steps"}
 """Flags that apply to the first run of ``--one_step`` only: the second run inherits them, or has its own values."""
+SIZE = ("image_size", "aspect_ratio", "autoencoder")
+"""Flags of the size of the data that a network is trained on."""
 PLACES = {"dataset_path", "source_path", "cache_dir"}
 """Flags of the data that name folders of this machine."""
 OF_COMMAND = names_of(TrainProgramConfig) - names_of(ProgramConfig)
@@ -122,7 +126,10 @@ def with_record(settings: Settings[C]) -> tuple[Settings[C], bool]:
     if values.method in ("mean_flow", "distill"):
         chosen["lr_decay"] = "cosine"
     if distilled is None:
-        return settings.with_layer("chosen", {**chosen, "data_seed": values.run.seed}), False
+        size = on_main(state, lambda: _size_of_origin(values, settings.given)) if values.is_planned else {}
+        if size:
+            state.print(line("size", f"{' '.join(command_line(size))}, as in {values.init.init_from}"))
+        return settings.with_layer("chosen", {**chosen, **size, "data_seed": values.run.seed}), False
     source, stored = on_main(state, lambda: (_source_of(distilled), recipe_of(distilled)))
     if stored is not None:
         chosen |= {"teacher_samples": stored.pairs, "teacher_steps": stored.steps}
@@ -141,6 +148,18 @@ def distillation_of(values: TrainConfig) -> DistillationData | None:
     """Return the data that the teacher of a run generates; None without a teacher."""
     scale, run = values.flow.guidance_scale, values.run
     return DistillationData.of(values.teacher, values.method, scale, seed=run.seed, output_dir=run.output_dir)
+
+
+def _size_of_origin(values: TrainConfig, given: Collection[str]) -> dict[str, Any]:
+    """Return the size and the autoencoder of the run of ``--init_from``, whose weights suit no other data so well."""
+    origin = values.init.init_from
+    if origin in (None, STARTER, NO_WEIGHTS) or not {*SIZE, "space"}.isdisjoint(given):
+        return {}
+    source = checkpoint.resolve(origin, (checkpoint.CONFIG_FILE,))
+    with suppress(UsageError):  # trained by a program of the user's own, which records no flags
+        flags = recorded_flags(source)
+        return {name: flags[name] for name in SIZE}
+    return {}
 
 
 def _split_again(begun: Mapping[str, Any], processes: int) -> dict[str, Any]:

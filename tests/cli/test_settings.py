@@ -113,6 +113,18 @@ def test_origins_of_a_run_that_begins(tmp_path: Path) -> None:
     assert (settings.values.flow.method, settings.values.data.data_seed) == ("mean_flow", 5)
 
 
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [("", ["chosen", "chosen", "chosen"]), ("--image_size 64", ["given", "default", "default"])],
+)
+def test_the_size_is_that_of_the_run_of_the_initial_weights(more: str, expected: list[str], tmp_path: Path) -> None:
+    save(tmp_path / "pets", image_size=128, autoencoder=["small"])
+    words = f"--init_from {tmp_path}/pets --dataset_path {tmp_path} --output_dir {tmp_path}/cats {more}"
+    settings, _ = with_record(settings_of(words))
+    assert origins(settings, "image_size", "aspect_ratio", "autoencoder") == expected
+    assert settings.values.data.autoencoder == (() if more else ("small",))
+
+
 def test_origins_with_a_teacher(tmp_path: Path) -> None:
     source = save(tmp_path / "teacher", dim=24, image_size=16, data_seed=3, augment=0.15, holdout=0.2)
     words = f"--teacher {tmp_path}/teacher --output_dir {tmp_path}/student"
