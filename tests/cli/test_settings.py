@@ -182,7 +182,7 @@ def test_a_student_is_repeated_by_its_file(tmp_path: Path) -> None:
 def store_paths(student: Path, teacher: Path, **recipe: Any) -> None:
     """Write the recipe of paths that a teacher has drawn for a student."""
     checkpoint_of_teacher = checkpoint.resolve(teacher, [checkpoint.CONFIG_FILE])
-    values = {"pairs": 24, "steps": 8, "seed": 0, "points": 8, "solver": "ab2"} | recipe
+    values: dict[str, Any] = {"pairs": 24, "steps": 8, "seed": 0, "points": 8, "solver": "ab2", **recipe}
     values |= {"source": str(checkpoint_of_teacher), "teacher": checkpoint.fingerprint(checkpoint_of_teacher)}
     (student / "paths").mkdir(parents=True)
     (student / "paths" / RECIPE_FILE).write_text(json.dumps(asdict(Recipe(**values))))
