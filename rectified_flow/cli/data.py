@@ -79,12 +79,13 @@ def _described(pictures: DataConfig, source: SourceConfig, columns: ColumnConfig
         image_column=pictures.image_column,
         label_column=pictures.label_column,
     )
+    sources = None
+    if source.source_path is not None:
+        sources = Sources(source.source_path, source.paired, source.source_resize or "lanczos", source.source_bits)
     data = PictureData(
         described,
         Columns(columns.condition_on, columns.text_encoder, columns.text_tokens) if columns.condition_on else None,
-        None
-        if source.source_path is None
-        else Sources(source.source_path, source.paired, source.source_resize or "lanczos"),
+        sources,
         degradation,
         pictures.holdout,
         seed,

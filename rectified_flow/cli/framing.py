@@ -1,7 +1,7 @@
 """The flags of the framing and of the mirror images that suit the pictures of a run, where the user gave none."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -10,10 +10,11 @@ from accelerate import PartialState
 from rectified_flow.cli import plan, reading
 from rectified_flow.cli.training_flags import NO_WEIGHTS, STARTER, DataConfig, InitConfig, SourceConfig
 from rectified_flow.data.description import PictureData
+from rectified_flow.data.framing import Bits, Resize
 from rectified_flow.data.mirroring import unmirrored_words
 from rectified_flow.data.open import reader_of
 from rectified_flow.data.sources import ImageSource
-from rectified_flow.data.survey import survey
+from rectified_flow.data.survey import Survey, survey
 from rectified_flow.distributed import on_main
 from rectified_flow.parts import name_of
 from rectified_flow.spaces.pixels import Pixels
@@ -72,18 +73,39 @@ def _of_pictures(flags: FramedFlags, data: PictureData, source: ImageSource) -> 
     if found.is_grey and is_free and not flags.pictures.alpha and "grey" not in flags.given:
         chosen["grey"] = True
         notes.append("all pictures are grey, so the samples are grey, too (--no_grey trains on three channels)")
-    if found.resize == "nearest" and flags.pictures.resize is None:
-        chosen["resize"] = "nearest"
-        notes.append("pixel art or label maps are resized without new colours (--resize lanczos smooths them)")
-    if found.bits < 16 and flags.pictures.bits is None:
-        chosen["bits"] = found.bits
+    own, own_notes = _of_values(found, flags.pictures.resize, flags.pictures.bits)
+    chosen, notes = chosen | own, notes + own_notes
+    if data.sources is not None:
+        theirs = data.sources.described(data.pictures).find()
+        found = survey(theirs, framing, range(len(theirs)))
+        # Without a number of their own, sources have the bits of the pictures.
+        usual = own.get("bits", data.pictures.bits)
+        own, own_notes = _of_values(found, flags.source.source_resize, flags.source.source_bits, "source_", usual)
+        chosen, notes = chosen | own, notes + [f"sources: {note}" for note in own_notes]
+    return chosen, notes
+
+
+def _of_values(
+    found: Survey, resize: Resize | None, bits: Bits | None, prefix: str = "", usual: object = 16
+) -> tuple[dict[str, object], list[str]]:
+    """Return the flags of the filter and of the range of values, and a sentence for each.
+
+    Args:
+        found: the facts about some pictures.
+        resize: the filter that the user gave.
+        bits: the number of bits that the user gave.
+        prefix: beginning of the names of the flags.
+        usual: the number of bits without the flag.
+    """
+    chosen, notes = dict[str, object](), list[str]()
+    if found.resize == "nearest" and resize is None:
+        chosen[f"{prefix}resize"] = "nearest"
+        notes.append(f"pixel art or label maps are resized without new colours (--{prefix}resize lanczos smooths them)")
+    if found.bits != usual and bits is None:
+        chosen[f"{prefix}bits"] = found.bits
         brightest = f"the values in files of 16 bits are at most {2**found.bits - 1:,}"
-        notes.append(f"{brightest}, so this value becomes white (--bits 16 keeps them dark)")
-    if flags.source.source_path is not None and flags.source.source_resize is None:
-        theirs = replace(data.pictures, dataset_path=flags.source.source_path, exclude=(), limit=None).find()
-        if survey(theirs, framing, range(len(theirs))).resize == "nearest":
-            chosen["source_resize"] = "nearest"
-            notes.append("sources of few colours are resized without new colours (--source_resize lanczos smooths)")
+        kept = f"{brightest}, so this value becomes white (--{prefix}bits 16 keeps them dark)"
+        notes += [kept] if found.bits < 16 else []
     return chosen, notes
 
 

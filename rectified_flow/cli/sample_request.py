@@ -233,9 +233,8 @@ def reading_of(trained: Trained) -> dict[str, Any]:
     data = trained.data
     if not isinstance(data, PictureData) or not isinstance(trained.flow.space.medium, Pictures):
         return {}
-    framing = data.pictures.framing
-    resize = framing.resize if data.sources is None else data.sources.resize
-    return {"bits": framing.bits, "pad": framing.crop == "none", "resize": resize}
+    given = data.pictures if data.sources is None else data.sources.described(data.pictures)
+    return {"bits": given.bits, "pad": given.crop == "none", "resize": given.resize}
 
 
 def _read(flag: str, path: Path, read: Callable[[Path], Tensor]) -> Tensor:

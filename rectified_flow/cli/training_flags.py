@@ -134,6 +134,8 @@ class SourceConfig(Flags):
         Resize | None, flag(needs="source_path"), default_is("as for --resize, by the sources")
     ] = None
     """Filter that resizes source pictures."""
+    source_bits: Annotated[Bits | None, flag(needs="source_path"), default_is("as for --bits, by the sources")] = None
+    """Bits of the values in 16-bit files of source pictures."""
     degrade: Annotated[str | None, flag(excludes="autoencoder coupling", fixes_size=True)] = None
     """Make sources from the pictures: downsample:4, grey, blur:2, mask:box, mask:brush, edges, or a registered one."""
     source_as: Annotated[

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from rectified_flow.condition import ConditionSpecs, WrittenCondition
 from rectified_flow.data.degraded import Degraded
-from rectified_flow.data.framing import Resize
+from rectified_flow.data.framing import Bits, Resize
 from rectified_flow.data.metadata import Column
 from rectified_flow.data.open import Pictures, find_columns, registered_dataset
 from rectified_flow.data.sources import ImageSource
@@ -76,16 +76,22 @@ class Sources:
         path: the folder.
         paired: whether files of the same name belong together; otherwise pairs are random.
         resize: filter that resizes the sources.
+        bits: number of bits of the values in their files of 16 bits; by default that of the pictures.
     """
 
     path: Path
     paired: bool = False
     resize: Resize = "lanczos"
+    bits: Bits | None = None
+
+    def described(self, like: Pictures) -> Pictures:
+        """Return the description of the sources, which are framed ``like`` the pictures."""
+        own = replace(like, dataset_path=self.path, image_column="", label_column="", exclude=(), limit=None)
+        return replace(own, resize=self.resize, bits=self.bits or like.bits)
 
     def add_to(self, pictures: ImageDataset, like: Pictures, seed: int) -> ImageDataset:
         """Return the pictures with their sources, which are framed ``like`` the pictures."""
-        own = replace(like, dataset_path=self.path, exclude=(), limit=None, resize=self.resize)
-        source = replace(own, image_column="", label_column="").open()
+        source = self.described(like).open()
         if not self.paired:
             return pictures.changed(source=source, seed=seed)
         return pair_by_name(pictures, source, skip_unpaired=like.skip_broken_images, exclude=like.exclude)

@@ -126,7 +126,7 @@ class Pictures:
         for other, _most, odd in _claims(listing.files):
             if odd:
                 found = f"{len(odd)} files of {other.kind} are read as pictures, such as {printable(odd[0])}"
-                source.notes.append(f"{found}: pass `space` {other.space_name} to read {other.kind}")
+                source.notes.append(f"{found}: `space` {other.space_name} reads all files as {other.kind}")
         return source
 
     def open(self, source: ImageSource | None = None) -> ImageDataset:

@@ -114,6 +114,26 @@ def test_the_bits_of_values(tmp_path: Path) -> None:
     assert framed(tmp_path / "pics", "--space Pixels --bits 16")[0].values.data.framing.bits == 16
 
 
+@pytest.mark.parametrize(("most", "bits"), [(4096, 12), (1024, 10), (65_536, 16)])
+@pytest.mark.parametrize("photos_are_deep", [False, True])
+def test_the_values_of_sources_decide_their_bits(most: int, bits: int, photos_are_deep: bool, tmp_path: Path) -> None:
+    """Depth maps of 12 bits are not trained on almost black, whatever the pictures are."""
+    if photos_are_deep:
+        save(tmp_path / "pics/a.png", 16, 16, most=4096, dtype="uint16")
+    else:
+        save(tmp_path / "pics/a.png", 16, 16, 3)
+    save(tmp_path / "depth/a.png", 16, 16, most=most, dtype="uint16")
+    words = f"--space Pixels --source_path {tmp_path}/depth --paired"
+    settings, notes = framed(tmp_path / "pics", words)
+    data: Any = find_data(settings.values.data, settings.values.source, settings.values.columns)[0]
+    assert data.sources.described(data.pictures).bits == bits
+    assert data.open().source.entries["images"].max() > 200
+    said = f"sources: the values in files of 16 bits are at most {most - 1:,}, so this value becomes white (--source_"
+    assert any(note.startswith(said) for note in notes) == (bits != (12 if photos_are_deep else 16) and bits < 16)
+    asked = framed(tmp_path / "pics", f"{words} --source_bits 16")[0].values.source
+    assert asked.source_bits == 16
+
+
 def test_pictures_and_their_sources_are_resized_apart(tmp_path: Path) -> None:
     save(tmp_path / "pics/a.png", 8, 8, 3)
     (tmp_path / "maps").mkdir()
@@ -287,10 +307,11 @@ def test_the_margins_of_a_padded_mask_are_kept(tmp_path: Path) -> None:
 
 
 def test_pictures_for_sampling_are_framed_as_those_of_the_run() -> None:
-    data = PictureData(Pictures("", Path("x"), 16, crop="none", bits=12), sources=Sources(Path("y"), resize="nearest"))
+    pictures = Pictures("", Path("x"), 16, crop="none", bits=12)
+    data = PictureData(pictures, sources=Sources(Path("y"), resize="nearest", bits=10))
     flow = SimpleNamespace(space=Pixels((3, 16, 16)))
     trained: Any = SimpleNamespace(data=data, flow=flow)
-    assert reading_of(trained) == {"bits": 12, "pad": True, "resize": "nearest"}
+    assert reading_of(trained) == {"bits": 10, "pad": True, "resize": "nearest"}
     trained = SimpleNamespace(data=replace(data, sources=None), flow=flow)
-    assert reading_of(trained)["resize"] == "lanczos"
+    assert reading_of(trained) == {"bits": 12, "pad": True, "resize": "lanczos"}
     assert reading_of(SimpleNamespace(data=None, flow=flow)) == {}  # type: ignore[arg-type]

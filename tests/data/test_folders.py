@@ -182,7 +182,9 @@ def test_the_majority_decides_whether_files_are_measurements(tmp_path: Path, nam
     assert space_of_folder(tmp_path) is None
     opened = open_dataset(str(tmp_path), image_size=4, cache_dir=tmp_path / "cache")
     assert len(opened) == 11
-    found = f"1 files of fields are read as pictures, such as {tmp_path}/{name}: pass `space` Fields to read fields"
+    found = (
+        f"1 files of fields are read as pictures, such as {tmp_path}/{name}: `space` Fields reads all files as fields"
+    )
     assert found in opened.info.notes
 
 

@@ -96,11 +96,12 @@ def test_the_values_of_files_of_16_bits_decide_their_range(bits: int, most: int,
     assert dataset[0]["images"][0].flatten().tolist() == [int(value) * 255 // most for value in values.flatten()]
 
 
-def test_a_brighter_file_than_those_of_the_survey_is_not_clipped(tmp_path: Path) -> None:
-    values = np.full((8, 8), 40_000, np.uint16)
-    save(tmp_path / "pics", "deep.png", values)  # type: ignore[arg-type]
+def test_a_brighter_file_than_those_of_the_survey_is_not_clipped_but_named(tmp_path: Path) -> None:
+    save(tmp_path / "pics", "deep.png", np.full((8, 8), 40_000, np.uint16))  # type: ignore[arg-type]
+    save(tmp_path / "pics", "usual.png", np.arange(64, dtype=np.uint16).reshape(8, 8))  # type: ignore[arg-type]
     dataset = opened(tmp_path / "pics", Framing(8, 8, bits=12))
     assert dataset[0]["images"].unique().tolist() == [40_000 * 255 // 65_535]
+    assert "1 picture is of more than 12 bits, so darker than the others, such as deep.png" in dataset.info.notes
 
 
 @pytest.mark.parametrize("alpha", [False, True])

@@ -21,7 +21,7 @@ skip_broken_images exclude max_train_samples image_column label_column cache_dir
 network dim dim_mults dropout use_cfg gradient_checkpointing init_from
 method flow prediction coupling time_distribution guidance_scale
 teacher teacher_samples teacher_steps teacher_dir autoguidance
-source_path paired source_resize degrade source_as source_noise
+source_path paired source_resize source_bits degrade source_as source_noise
 condition_on text_encoder text_tokens
 batch_size global_batch_size gradient_accumulation_steps train_num_steps num_epochs optimizer
 learning_rate lr_warmup_steps lr_decay max_grad_norm mixed_precision ema_decay seed compile output_dir

@@ -18,6 +18,7 @@ from rectified_flow.system.pictures import (
     is_grey,
     is_hazy,
     is_wholly_transparent,
+    needed_bits,
     upright_size,
 )
 
@@ -52,6 +53,7 @@ class PictureRows:
         """Return the row of a Pillow image that is not decoded yet."""
         size, framing = upright_size(image), self.framing
         is_nearest, several = framing.resize == "nearest", has_frames(image)
+        is_brighter = (needed_bits(image) or 0) > framing.bits
         image = decoded(image, None if is_nearest else 2 * max(framing.stored_size), framing.bits)
         remarks = {
             TRANSPARENT: is_wholly_transparent(image),
@@ -59,6 +61,7 @@ class PictureRows:
             FRAMES: several,
             TOO_WIDE: framing.kept(*size) <= MIN_KEPT,
             COLOURED: framing.grey and not is_grey(image),
+            f"of more than {framing.bits} bits, so darker than the others": is_brighter,
         }
         mode = "L" if framing.grey else "RGBA" if framing.alpha else "RGB"
         row = framed(image, framing.stored_size, mode=mode, pad=framing.crop == "none", resize=framing.resize)
