@@ -30,6 +30,7 @@ from rectified_flow.cli.record import check_one_step, distillation_of, handed_on
 from rectified_flow.cli.settings import Settings
 from rectified_flow.cli.training_flags import DataConfig, InitConfig, OneStepConfig, TrainConfig
 from rectified_flow.data.description import PictureData
+from rectified_flow.data.open import check_obeyed
 from rectified_flow.data.report import sentences
 from rectified_flow.distributed import any_rank, on_main
 from rectified_flow.errors import UsageError
@@ -110,6 +111,7 @@ def train_run(settings: Settings[TrainConfig]) -> bool:
     if budget is not None and not program.dry_run:
         settings = settings.begun_before(facts.time_used(settings.values.run.output_dir, budget))
     settings = settings.resolving(flags_of_files(settings.values.data, may_choose=chooses_data))
+    check_obeyed(settings.values.data.space, settings.changed)
     data, found = find_data(settings.values.data, settings.values.source, settings.values.columns)
     if not isinstance(data, PictureData):
         check_items(settings.changed, data.name)

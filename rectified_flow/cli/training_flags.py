@@ -54,17 +54,19 @@ class DataConfig(Flags):
     image_size: Annotated[int, Interval(ge=0, le=16384), flag(fixes_size=True)] = 64
     """Short side of the images [px]; pictures are resized by their short side and cropped to --aspect_ratio. 0 uses
     the size and the aspect ratio of the first picture."""
-    aspect_ratio: Annotated[str, flag(fixes_size=True)] = "1:1"
+    aspect_ratio: Annotated[str, flag(for_pictures=True, fixes_size=True)] = "1:1"
     """Width to height of the images, such as 3:2."""
-    crop: Annotated[Crop, flag(fixes_size=True)] = "center"
+    crop: Annotated[Crop, flag(for_pictures=True, fixes_size=True)] = "center"
     """Centre crop, random crop, or pad."""
-    alpha: Annotated[bool, flag(excludes="autoencoder", fixes_size=True)] = False
+    alpha: Annotated[bool, flag(for_pictures=True, excludes="autoencoder", fixes_size=True)] = False
     """Keep transparency as a fourth channel; otherwise transparent parts become white."""
-    grey: Annotated[bool, flag(excludes="alpha")] = False
+    grey: Annotated[bool, flag(for_pictures=True, excludes="alpha")] = False
     """Train on the brightness of pictures alone, as one channel; the default if all pictures are grey."""
-    resize: Annotated[Resize | None, default_is("nearest for pixel art and label maps, else lanczos")] = None
+    resize: Annotated[
+        Resize | None, flag(for_pictures=True), default_is("nearest for pixel art and label maps, else lanczos")
+    ] = None
     """Filter that resizes pictures; nearest makes no new colours."""
-    bits: Annotated[Bits | None, default_is("by the values")] = None
+    bits: Annotated[Bits | None, flag(for_pictures=True), default_is("by the values")] = None
     """Bits of the values in 16-bit files that are read as pictures, such as 12."""
     space: Annotated[Part, flag(fixes_size=True), default_is("by the files, or Latents with --autoencoder")] = ()
     """Data space: Pixels, Fields for measurements (.npy, .tif, 16-bit .png), or a registered one; arguments of Fields
@@ -80,9 +82,11 @@ class DataConfig(Flags):
     """Fraction of the images to hold out, to detect memorisation."""
     data_seed: Annotated[Seed | None, default_is("--seed of the run's first start")] = None
     """Seed of the held-out images, of unpaired sources, and of the choice among several captions."""
-    skip_broken_images: bool = False
+    skip_broken_images: Annotated[bool, flag(for_pictures=True)] = False
     """Skip pictures that cannot be decoded, or with --paired have no partner, instead of stopping."""
-    exclude: Annotated[tuple[str, ...], tyro.conf.arg(metavar="LIST.txt | NAME ..."), default_is("none")] = ()
+    exclude: Annotated[
+        tuple[str, ...], flag(for_pictures=True), tyro.conf.arg(metavar="LIST.txt | NAME ..."), default_is("none")
+    ] = ()
     """Pictures to leave out: paths in the folder, numbers of rows of a table, or a text file with one a line."""
     max_train_samples: Annotated[
         Positive | None, flag(for_pictures=True, excludes="paired", stands_for="limit"), default_is("all")

@@ -1,7 +1,7 @@
 """Open the pictures of a description, and read the metadata and the file names of the pictures."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -24,6 +24,9 @@ from rectified_flow.parts import choose, split_part, typed_options
 from rectified_flow.registry import find, names, parameters_of, register
 from rectified_flow.system.files import printable, usable_path
 from rectified_flow.system.pictures import content_of
+
+FOR_PIXELS = {"alpha", "grey", "resize", "bits"}
+"""Arguments of the framing that only pictures obey: other readers keep the channels and the type of their files."""
 
 
 @register
@@ -171,18 +174,21 @@ def open_dataset(
         framing: further arguments of :class:`Pictures`, ``image_size`` among them.
 
     Raises:
-        UsageError: if the ratio does not suit the size, or the images cannot be found, read or stored.
+        UsageError: if the ratio does not suit the size, an argument has no effect on files that the space reads, or the
+            images cannot be found, read or stored.
     """
     if dataset_path is None and os.path.isdir(dataset):
         dataset, dataset_path = "", dataset
+    space = (space,) if isinstance(space, str) else tuple(space)
     pictures = Pictures(
         str(dataset),
         None if dataset_path is None else Path(dataset_path),
         cache_dir=None if cache_dir is None else Path(cache_dir),
-        space=(space,) if isinstance(space, str) else tuple(space),
+        space=space,
         exclude=tuple(map(str, exclude)),
         **framing,
     )
+    check_obeyed(space, {name for name in framing if getattr(pictures, name) != getattr(Pictures, name)})
     return pictures.open(source)
 
 
@@ -232,6 +238,14 @@ def reader_of(space: Sequence[str]) -> tuple[Any, list[str], list[str]]:
     known = {} if reader is None else parameters_of(reader)
     of_reader = [option for option in options if option.partition("=")[0] in known]
     return reader, of_reader, [option for option in options if option not in of_reader]
+
+
+def check_obeyed(space: Sequence[str], given: Collection[str]) -> None:
+    """Raise a UsageError if one of the arguments that a user gave has no effect on the files that a space reads."""
+    reader = reader_of(space)[0]
+    for name in sorted(given) if reader is not None else ():
+        if name.removeprefix("source_") in FOR_PIXELS:
+            raise UsageError(f"`{name}` has no effect on {reader.space_name}: leave it out")
 
 
 def space_of_folder(folder: Path) -> str | None:

@@ -96,6 +96,13 @@ REFUSALS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("--space transform=cube", "transform cube is not registered: choose Asinh or Linear or Log"),
         ("--evaluate_every 4", "--evaluate_every is for pictures"),
         ("--augment 0 --autoencoder small", "--autoencoder encodes pictures"),
+        ("--resize nearest", "--resize has no effect on Fields: leave it out"),
+        ("--source_path {floats.data} --source_bits 12", "--source_bits has no effect on Fields: leave it out"),
+    ],
+    # the flags of pictures that the items of a dataset cannot obey
+    (TRAIN, f"--dataset ramps --import tests.extension.own_dataset {UNET} --output_dir {{tmp}}/run"): [
+        (flags, f"{flags.split()[0]} is for pictures, and --dataset ramps has other items: leave it out")
+        for flags in ("--exclude 3", "--crop random", "--skip_broken_images")
     ],
     (ONE_STEP, FLOWERS): [
         ("--guidance_scale 2", "guidance needs a network that takes conditions"),

@@ -97,7 +97,7 @@ def test_the_values_of_files_of_16_bits_decide_their_range(bits: int, most: int,
 
 
 def test_a_brighter_file_than_those_of_the_survey_is_not_clipped_but_named(tmp_path: Path) -> None:
-    save(tmp_path / "pics", "deep.png", np.full((8, 8), 40_000, np.uint16))  # type: ignore[arg-type]
+    save(tmp_path / "pics", "deep.png", np.full((8, 8), 40_000, np.uint16))
     save(tmp_path / "pics", "usual.png", np.arange(64, dtype=np.uint16).reshape(8, 8))  # type: ignore[arg-type]
     dataset = opened(tmp_path / "pics", Framing(8, 8, bits=12))
     assert dataset[0]["images"].unique().tolist() == [40_000 * 255 // 65_535]

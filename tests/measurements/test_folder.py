@@ -13,7 +13,7 @@ import pytest
 import tifffile
 from PIL import Image
 
-from rectified_flow.data.open import space_of_folder
+from rectified_flow.data.open import open_dataset, space_of_folder
 from rectified_flow.data.store_writer import open_store
 from rectified_flow.errors import UsageError
 from rectified_flow.measurements.files import TYPES, FieldFormat, encode_field, fit_field, read_field
@@ -294,6 +294,17 @@ def test_sixteen_bits_are_averaged_without_a_step_through_eight() -> None:
     values = np.array([[[1000, 1001], [1003, 1002]]], np.uint16)
     assert fit_field(values, (1, 1)).item() == 1002  # 1001.5, to the even number
     assert fit_field(np.array([[[0, 4]] * 2], np.float32), (4, 4))[0, 0].tolist() == [0, 1, 3, 4]
+
+
+@pytest.mark.parametrize(("name", "value"), [("resize", "nearest"), ("bits", 12), ("grey", True), ("alpha", True)])
+def test_what_only_pictures_obey_is_refused(tmp_path: Path, name: str, value: Any) -> None:
+    """Label maps would be blended in silence."""
+    save(tmp_path / "maps/a.npy", random_field("uint16"))
+    save(tmp_path / "maps/b.npy", random_field("uint16"))
+    where: dict[str, Any] = {"image_size": 4, "space": "Fields", "cache_dir": tmp_path / "cache"}
+    with pytest.raises(UsageError, match=f"`{name}` has no effect on Fields: leave it out"):
+        open_dataset(tmp_path / "maps", **where, **{name: value})
+    assert len(open_dataset(tmp_path / "maps", **where, resize="lanczos", crop="none")) == 2
 
 
 def test_unknown_pixels_do_not_spread() -> None:
