@@ -21,9 +21,10 @@ from rectified_flow.registry import describe, find, names
 RESERVED = {
     *("x", "t", "r", "images", "latents", "noise", "noise_rows", "path", "source", "unknown", "labels", "time", "kind"),
     *("self", "steps", "count", "solver", "grid", "guidance", "start", "noise_level", "mask", "watch", "decode"),
-    *("seed", "strength"),
+    *("seed", "strength", "augmentation"),
 }
-"""Names of other entries of a batch, inputs of a network, arguments of ``sample``, and an entry of a description."""
+"""Names of other entries of a batch, inputs and conditions of a network, arguments of ``sample``, and an entry of a
+description."""
 DATE = re.compile(r"\d{4}[-/.]\d\d?[-/.]\d\d?|\d\d?[-/.]\d\d?[-/.]\d{2,4}")
 FIRST_VALUES, SHORT = 3, 30  # number of the most frequent values that are printed, and their largest length
 

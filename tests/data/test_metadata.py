@@ -15,11 +15,13 @@ from PIL import Image
 
 from rectified_flow.condition import Labels, Number
 from rectified_flow.data.description import Columns, PictureData
-from rectified_flow.data.metadata import choose_columns, condition_name
+from rectified_flow.data.metadata import RESERVED, choose_columns, condition_name
 from rectified_flow.data.open import Pictures, open_dataset
 from rectified_flow.data.sources.synthetic_flowers import SyntheticFlowers
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.errors import UsageError
+from rectified_flow.spaces.pixels import Pixels
+from rectified_flow.spaces.space import variant_conditions
 from rectified_flow.text.caption import Caption
 from tests.text.tiny_encoder import write_encoder
 
@@ -147,6 +149,7 @@ def test_each_line_of_a_text_is_a_caption(folder: Path) -> None:
 
 
 def test_names_of_conditions_fit_the_network() -> None:
+    assert variant_conditions(Pixels(augmentation=0.1)).keys() <= RESERVED, "a column would lose its place"
     names = {"Unicode version": "Unicode_version", "x": "x_column", "2nd": "2nd_column", "é!": "é"}
     assert {column: condition_name(column) for column in names} == names
 
