@@ -69,7 +69,7 @@ def check_classes(items: Any, columns: Collection[str]) -> None:
         return
     if columns:
         raise UsageError("--use_cfg needs labels, which the data lack: leave it out; --condition_on works without it")
-    table = getattr(getattr(items, "info", None), "table", ())
+    table = getattr(items, "table", ())
     column = next((name for name in LABEL_COLUMNS if name in table), next(iter(table), "COLUMN"))
     advice = f"put the pictures of each class in a subfolder of its own, or pass --condition_on {column}=label"
     raise UsageError(f"--use_cfg needs labels: {advice} to use a column of texts as labels")

@@ -20,7 +20,7 @@ def write_plan(flags: Mapping[str, object], pictures: ImageDataset, words: Seque
         words: sentences about all pictures.
     """
     path = pictures.path.with_name(f"{pictures.path.name}-plan.json")
-    facts = {"pictures": len(pictures), "classes": [*pictures.class_names], "columns": [*pictures.info.table]}
+    facts = {"pictures": len(pictures), "classes": [*pictures.class_names], "columns": [*pictures.table]}
 
     def write() -> None:
         with writing(path):

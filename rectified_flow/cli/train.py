@@ -1,6 +1,6 @@
 """The training program: resolve the settings, open the data, build the flow, train."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -113,12 +113,12 @@ def train_run(settings: Settings[TrainConfig]) -> bool:
     settings = settings.resolving(flags_of_files(settings.values.data, may_choose=chooses_data))
     check_obeyed(settings.values.data.space, settings.changed)
     data, found = find_data(settings.values.data, settings.values.source, settings.values.columns)
+    choices = list[str]()
     if not isinstance(data, PictureData):
         check_items(settings.changed, data.name)
     elif chooses_data:
-        settings, notes = with_pictures(settings, data, found, budget)
+        settings, choices = with_pictures(settings, data, found, budget)
         data, found = find_data(settings.values.data, settings.values.source, settings.values.columns, found)
-        found.notes = [*found.notes, *notes]
 
     # All checks that need no data precede the decoding of the pictures, which can take hours.
     values, space = settings.values, build_space(settings.values.data, found)
@@ -159,11 +159,17 @@ def train_run(settings: Settings[TrainConfig]) -> bool:
         settings = settings.resolving(facts.short_warm_up(values.run, items, settings.given))
     check_sides(settings.values.network, settings.values.data, opened.space)
     distilled = distillation_of(settings.values)  # the plan may have chosen the number of samples
-    return train_on(settings.values, opened, distilled, clock, has_begun=has_begun)
+    return train_on(settings.values, opened, distilled, clock, choices, has_begun=has_begun)
 
 
 def train_on(
-    values: TrainConfig, data: OpenData, distilled: DistillationData | None, clock: Clock | None, *, has_begun: bool
+    values: TrainConfig,
+    data: OpenData,
+    distilled: DistillationData | None,
+    clock: Clock | None,
+    choices: Sequence[str],
+    *,
+    has_begun: bool,
 ) -> bool:
     """Train on open data by final flags, or print the size of the run; return whether it finished.
 
@@ -172,6 +178,7 @@ def train_on(
         data: the data, without the rows of a teacher.
         distilled: the data of a teacher, if there is one.
         clock: the time of the run, if it has a budget.
+        choices: sentences about settings that the run has chosen by the pictures.
         has_begun: whether the run resumes.
     """
     state, run, pictures = PartialState(), values.run, None
@@ -182,7 +189,7 @@ def train_on(
         mirrored = values.data.horizontal_flip and distilled is None
         words = sentences(data.items, flow.conditions, mirrored=mirrored, augment=values.data.augment)
         pictures = data.divide(data.items)[0] if distilled is None else None
-    state.print(paragraph("pictures" if data.description.has_pictures else "items", words))
+    state.print(paragraph("pictures" if data.description.has_pictures else "items", [*words, *choices]))
     if note := warm_up_note(run):
         state.print(line("warm-up", note))
     if scale := data.space.medium.summary:
@@ -191,6 +198,7 @@ def train_on(
         accelerator, shown = build_accelerator(run), f"{data.description.name} at {values.data.framing.size_text} px"
         accelerator.print(summarize(run, accelerator, flow, shown, rows_of(data, distilled)))
         if pictures is not None:
+            words += choices
             write_sheet_of_dry_run(flow, pictures, words, run, mirrored=values.data.horizontal_flip)
             write_plan(recorded(values), pictures, words)
         return True
@@ -210,7 +218,7 @@ def train_on(
 
         rows = open_distilled(distilled, data.items, data.space, holdout, choose_precision(run, state.device), tick)
         data, words = replace(data, rows=rows), [f"{len(rows):,} {rows.info.source}"]
-    callbacks = build_callbacks(run, values.evaluation, flow, data, words, pictures)
+    callbacks = build_callbacks(run, values.evaluation, flow, data, words, pictures, choices)
     training, held_out = data.divide(data.rows)
     previews = held_out if distilled is None else data.items  # distillation data have no texts for previews
     return Trainer(flow, training, run, callbacks=callbacks, preview_data=previews, clock=clock, **records).train()

@@ -149,9 +149,6 @@ class PictureData:
         opened = self.pictures.open(found)
         if self.columns is not None:
             opened = self.columns.add_to(opened, found, kinds, self.seed)
-            # The table may have changed since the pictures were decoded.
-            new = [note for note in found.notes if note not in opened.info.notes]
-            opened = opened.changed(remarks=(*opened.remarks, *new))
         if self.sources is not None:
             opened = self.sources.add_to(opened, self.pictures, self.seed)
         return opened

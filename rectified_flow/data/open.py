@@ -141,15 +141,17 @@ class Pictures:
         Raises:
             UsageError: if the pictures cannot be found, read or stored.
         """
+        found = self.find() if source is None else source
         path = open_store(
-            self.find() if source is None else source,
+            found,
             self.framing,
             cache_dir=self.cache_dir,
             skip_broken_images=self.skip_broken_images,
             exclude=self.exclude,
             limit=self.limit,
         )
-        return ImageDataset(path, self)
+        table = found.column_names()  # which may add a note
+        return ImageDataset(path, self).changed(table=table, remarks=tuple(found.notes))
 
 
 def open_dataset(
@@ -210,6 +212,7 @@ class OxfordFlowersDataset(ImageDataset):
     ) -> None:
         opened = open_dataset(source, image_size=image_size, split=split, **options)
         super().__init__(opened.path, opened.described)
+        self.table, self.remarks = opened.table, opened.remarks
 
 
 def registered_dataset(words: Sequence[str], image_size: int, cache_dir: Path | None) -> ImageSource | Dataset[Any]:

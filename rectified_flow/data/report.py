@@ -1,7 +1,8 @@
 """Words about the pictures of a run, for the terminal and for the sheet of its data: one sentence a fact.
 
-The readers and the builder of a store write sentences about what they left out and what is faulty into the notes of
-the store (:attr:`rectified_flow.data.store.StoreInfo.notes`). This module adds the facts that depend on the run.
+The notes of the pictures (:attr:`rectified_flow.data.store.ImageDataset.notes`) have a sentence on each kind of files
+that their source left out, and on each fault that was found while they were decoded. This module adds the facts that
+depend on the run.
 """
 
 from collections.abc import Collection, Iterator
@@ -33,8 +34,7 @@ def sentences(
     return [
         *_sizes(pictures),
         *_classes(pictures, is_used="labels" in used),
-        *pictures.info.notes,
-        *pictures.remarks,
+        *pictures.notes,
         *_sources(pictures),
         *_columns(pictures, used),
         ("half of the pictures are mirrored" if mirrored else "no picture is mirrored") + changed,
@@ -54,7 +54,8 @@ def _sizes(pictures: ImageDataset) -> Iterator[str]:
     yield f"{count}, all {widths[0]}x{heights[0]} px" if is_one else f"{count}, {spans}"
     if enlarged := [original for original in originals if framing.enlarges(original.width, original.height)]:
         size = size_text(*framing.stored_size)
-        yield f"{len(enlarged):,} smaller than {size} px, so enlarged and blurred, such as {enlarged[0].name}"
+        blurred = " and blurred" * (framing.resize != "nearest")
+        yield f"{len(enlarged):,} smaller than {size} px, so enlarged{blurred}, such as {enlarged[0].name}"
 
 
 def _classes(pictures: ImageDataset, *, is_used: bool) -> Iterator[str]:
@@ -82,7 +83,7 @@ def _sources(pictures: ImageDataset) -> Iterator[str]:
     if isinstance(pictures.source, ImageDataset):
         how = "paired at random" if pictures.is_unpaired else "paired by name"
         yield f"sources: {len(pictures.source):,} pictures of {pictures.source.info.source}, {how}"
-        yield from (f"sources: {note}" for note in pictures.source.info.notes)
+        yield from (f"sources: {note}" for note in pictures.source.notes)
 
 
 def _columns(pictures: ImageDataset, used: Collection[str]) -> Iterator[str]:
@@ -90,5 +91,5 @@ def _columns(pictures: ImageDataset, used: Collection[str]) -> Iterator[str]:
     own = [f"{name} ({column.kind.column_type})" for name, column in pictures.columns.items() if name in used]
     if own:
         yield f"columns that the network gets: {', '.join(own)}"
-    if others := [name for name in pictures.info.table if condition_name(name) not in used]:
+    if others := [name for name in pictures.table if condition_name(name) not in used]:
         yield f"columns that the network does not get: {', '.join(others)}"

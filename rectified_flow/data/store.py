@@ -66,9 +66,7 @@ class StoreInfo:
     framing: Framing | None = None
     """Framing of the images that are stored, or from which the rows were computed; None for other rows."""
     notes: list[str] = field(default_factory=list)
-    """Sentences about the images that a person should know: what was left out, and which are faulty."""
-    table: list[str] = field(default_factory=list)
-    """Names of the columns beside the images when they were decoded."""
+    """Sentences about the stored images that a person should know: how they were chosen, and which are faulty."""
     space: dict[str, Any] | None = None
     """Description of the space of the stored rows, with the scale of all of them; None for pictures."""
 
@@ -97,7 +95,7 @@ class StoreDataset(Dataset[dict[str, Tensor]]):
         columns: further conditions of the store's rows by name, from columns beside the pictures.
         seed: seed of the sources of unpaired items, and of the choice among several captions, which is no part of the
             fingerprint.
-        remarks: sentences about how the rows were chosen, beside the notes of the store.
+        remarks: sentences about the source of the rows and how they were chosen, beside the notes of the store.
     """
 
     varies = True  # an item may have another source, or another caption, in each epoch
@@ -251,7 +249,18 @@ class StoreDataset(Dataset[dict[str, Tensor]]):
 
 
 class ImageDataset(StoreDataset):
-    """The pictures of a store: items have ``images``, uint8 ``[c, h, w]``, RGB or RGBA, or measurements of any type."""
+    """The pictures of a store: items have ``images``, uint8 ``[c, h, w]``, RGB or RGBA, or measurements of any type.
+
+    Attributes:
+        table: names of the columns beside the pictures.
+    """
+
+    table: Sequence[str] = ()
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences about the pictures and their source that a person should know."""
+        return [*self.remarks, *self.info.notes]
 
     @cached_property
     def originals(self) -> list[Original]:

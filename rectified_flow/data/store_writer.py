@@ -168,7 +168,7 @@ def fill(
         on_main(state, lambda: store.complete(**info()))
 
 
-STORE_VERSION, CHUNK = 8, 64  # version of the stored images, and number of images that are decoded at once
+STORE_VERSION, CHUNK = 9, 64  # version of the stored images, and number of images that are decoded at once
 
 
 def default_cache_dir() -> Path:
@@ -286,7 +286,7 @@ def _build(
     noted += [counted_sentence(len(equal), "equal to an earlier one", each) for each in equal[:1]]
     noted += [counted_sentence(len(remarked[what]), what, remarked[what][0]) for what in shown]
     originals, labels = zip(*kept, strict=True)
-    names, table = [original.name for original in originals], source.column_names()  # which may add a note
+    names = [original.name for original in originals]
     (store.stage / ORIGINALS_FILE).write_text(json.dumps(originals))
     store.complete(
         np.asarray(labels, dtype=np.int64),
@@ -295,7 +295,6 @@ def _build(
         class_names=list(source.class_names) if min(labels) >= 0 else [],
         skipped=broken,
         framing=asdict(rows.framing),
-        notes=[*source.notes, *chosen, *noted, *rows.notes(names)],
-        table=table,
+        notes=[*chosen, *noted, *rows.notes(names)],
         **rows.info(source.name, {original[1:] for original in originals}),
     )

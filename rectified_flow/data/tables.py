@@ -106,7 +106,7 @@ def _columns_of(
         for column, value in values.items():
             cells[column][row] += [value] * (value not in cells[column][row])
     if absent:
-        found = f"{len(absent)} of the {FILE_NAME}s in {path.name} do not exist, such as {absent[0]}"
+        found = f"{len(absent)} of the {FILE_NAME}s in {path.name} name no picture that is read, such as {absent[0]}"
         if not known and is_only:
             raise UsageError(f"{found}: write paths relative to it")
         notes.append(found)

@@ -59,6 +59,8 @@ class DataSheet:
         seed: seed of the run.
         batch: number of rows of a global batch.
         mirrored: whether mirror images are encoded, if the pictures are not encoded yet.
+        choices: sentences about settings that the run chose when it began. They are no part of the hash, since a run
+            that resumes does not choose again.
     """
 
     flow: Flow
@@ -68,6 +70,7 @@ class DataSheet:
     seed: int
     batch: int
     mirrored: bool = False
+    choices: Sequence[str] = ()
 
     @property
     def fingerprint(self) -> str:
@@ -81,7 +84,7 @@ class DataSheet:
             drawn = self._drawn()
         except UsageError:  # of a medium without pictures
             return None
-        texts, words = PngImagePlugin.PngInfo(), [*self.words, *self._round_trip()]
+        texts, words = PngImagePlugin.PngInfo(), [*self.words, *self.choices, *self._round_trip()]
         texts.add_itxt(WORDS, printed("\n".join(words)))
         texts.add_text(PROOF, self.fingerprint)
         return encode_picture(self._arranged(*drawn, words), pnginfo=texts)
@@ -181,18 +184,18 @@ class DataSheetHook(Callback):
     Args:
         words: sentences about all pictures.
         pictures: the pictures of the rows in training, with their names and columns; None for other data.
+        choices: sentences about settings that the run chose when it began.
     """
 
-    def __init__(self, words: Sequence[str], pictures: ImageDataset | None = None) -> None:
-        self.words, self.pictures = words, pictures
+    def __init__(self, words: Sequence[str], pictures: ImageDataset | None = None, choices: Sequence[str] = ()) -> None:
+        self.words, self.pictures, self.choices = words, pictures, choices
 
     @override
     def on_start(self, trainer: "Trainer") -> None:
         if not trainer.accelerator.is_main_process or not isinstance(trainer.flow, Flow):
             return
-        sheet = DataSheet(
-            trainer.flow, trainer.dataset, self.words, self.pictures, trainer.config.seed, trainer.batch.total
-        )
+        seed, batch = trainer.config.seed, trainer.batch.total
+        sheet = DataSheet(trainer.flow, trainer.dataset, self.words, self.pictures, seed, batch, choices=self.choices)
         log = trainer.run.log
         with log.tolerant("the sheet of the data"):
             path = log.folder / DATA_SHEET

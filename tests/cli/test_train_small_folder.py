@@ -139,6 +139,29 @@ def test_counts_and_rare_classes(pictures: Path) -> None:
     assert "the network does not get the classes" not in sentences(dataset, {"labels"})
 
 
+def test_sentences_describe_the_folder_of_this_run(pictures: Path) -> None:
+    """A table is corrected, and a file removed, after the pictures were stored."""
+    (pictures / "notes.odd").touch()
+    (pictures / "metadata.csv").write_text("file_name,text\ncats/00.png,a red, fat cat\n")
+    plain = PictureData(Pictures("", pictures, image_size=8, skip_broken_images=True))
+    source = plain.find()
+    source.notes = [*source.notes, "a remark on this source"]
+    before = sentences(plain.open(source))
+    assert "a remark on this source" in before
+    assert any(note.startswith("columns for conditions are not read: ") for note in before)
+    assert any("unknown formats (1 .odd)" in note for note in before)
+    (pictures / "notes.odd").unlink()
+    (pictures / "metadata.csv").write_text('file_name,text\ncats/00.png,"a red, fat cat"\n')
+    after = sentences(plain.open())
+    assert not any("columns for conditions" in note or ".odd" in note or "remark" in note for note in after)
+    assert "columns that the network does not get: text" in after
+
+
+def test_enlarged_pixel_art_is_not_blurred(pictures: Path) -> None:
+    facts = sentences(open_dataset("", pictures, image_size=8, resize="nearest", skip_broken_images=True))
+    assert "1 smaller than 8 px, so enlarged, such as cats/03.png" in facts
+
+
 def test_columns_that_the_network_gets_and_those_that_it_does_not_get(pictures: Path) -> None:
     rows = [f"cats/{number:02}.png,{number % 2},cat {number}" for number in range(11)]
     (pictures / "metadata.csv").write_text("\n".join(("file_name,parity,the text", *rows)))

@@ -185,7 +185,7 @@ def test_the_majority_decides_whether_files_are_measurements(tmp_path: Path, nam
     found = (
         f"1 files of fields are read as pictures, such as {tmp_path}/{name}: `space` Fields reads all files as fields"
     )
-    assert found in opened.info.notes
+    assert found in opened.notes
 
 
 def test_the_size_of_the_first_picture_can_be_that_of_all(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def test_order_of_rows_and_gaps(folder: Path, capsys: pytest.CaptureFixture[str]
     assert batch["text"][2].isnan().all()
     printed = capsys.readouterr().out
     assert "missing in 3 of 20 rows" in printed
-    assert "1 of the file_names in metadata.csv do not exist, such as 99.png" in pictures.info.notes
+    assert "1 of the file_names in metadata.csv name no picture that is read, such as 99.png" in pictures.notes
 
 
 def test_one_of_several_captions_in_each_epoch(folder: Path) -> None:
@@ -145,7 +145,7 @@ def test_each_line_of_a_text_is_a_caption(folder: Path) -> None:
     assert [column.texts[number] for number in range(3)] == ["one", "a cat, number 1", "a red animal"]
     assert np.diff(column.first).tolist() == [1, *[2] * (COUNT - 1)]
     said = "the texts of 19 pictures, such as 01.png, have several lines: each is a caption"
-    assert said in (*pictures.info.notes, *pictures.remarks)
+    assert said in pictures.notes
 
 
 def test_names_of_conditions_fit_the_network() -> None:
@@ -250,18 +250,18 @@ NUMBERS = [str(number) for number in range(19)]
         (
             "csv",
             "file_name,size\n,1",
-            "1 of the file_names in metadata.csv do not exist, such as : write paths relative to it",
+            "1 of the file_names in metadata.csv name no picture that is read, such as : write paths relative to it",
         ),
         ("csv", cells("text", ["a,more"]), "(row 1: it has more values than the header"),
         ("csv", cells("text", ['"a']), "metadata.csv cannot be read (row 1: "),
         ("csv", cells("text", ["gr\xfcn"]).encode("cp1252"), "not encoded as UTF-8, but perhaps as Windows-1252"),
         ("csv", cells("text", ["a"]).encode("utf-16-le"), "is not encoded as UTF-8"),
-        ("csv", TABLE.replace("\n", "\nelsewhere/"), "metadata.csv do not exist, such as elsewhere/00"),
+        ("csv", TABLE.replace("\n", "\nelsewhere/"), "metadata.csv name no picture that is read, such as elsewhere/00"),
         ("jsonl", jsonl("["), "metadata.jsonl cannot be read (row 1: "),
         ("jsonl", jsonl("[[]]"), "finds no suitable column in pictures: its columns are a"),
         ("jsonl", "[1, 2]", "metadata.jsonl cannot be read (row 1: "),
         ("jsonl", jsonl("[" * 100_000), "metadata.jsonl cannot be read (row 1: it is nested too deeply): correct it"),
-        ("jsonl", "{}", "metadata.jsonl do not exist, such as None: write paths"),
+        ("jsonl", "{}", "metadata.jsonl name no picture that is read, such as None: write paths"),
     ],
 )
 def test_bad_metadata_is_named(folder: Path, suffix: str, content: str | bytes, sentence: str) -> None:

@@ -160,7 +160,8 @@ def test_a_metadata_file_does_not_describe_pictures_of_another(tmp_path: Path) -
     (tmp_path / "b/2.png").unlink()
     found = FileFolder(tmp_path)
     assert found.read_table()["text"] == ["a one", "a two", "b one"]
-    assert any("1 of the file_names in metadata.csv do not exist, such as 2.png" in note for note in found.notes)
+    said = "1 of the file_names in metadata.csv name no picture that is read, such as 2.png"
+    assert any(said in note for note in found.notes)
 
 
 def test_a_table_may_name_pictures_of_a_subfolder_if_they_are_unique(tmp_path: Path) -> None:
@@ -192,7 +193,7 @@ def test_a_parquet_table_beside_pictures_has_their_columns(tmp_path: Path) -> No
     )
     parquet.write_table(table, tmp_path / "00000.parquet")
     opened = open_dataset("", tmp_path, image_size=8)
-    assert (len(opened), opened.info.table) == (3, ["url", "caption", "boxes"])
+    assert (len(opened), opened.table) == (3, ["url", "caption", "boxes"])
     assert FileFolder(tmp_path).read_table()["caption"] == ["a", None, "b"]
 
 
@@ -210,5 +211,5 @@ UNREAD = {
 def test_tables_that_are_not_read_are_said(tmp_path: Path, name: str) -> None:
     Image.new("RGB", (8, 8)).save(tmp_path / "IMG_0.JPG")
     (tmp_path / name).write_text("[" * 100_000 if name == "deep.json" else '{"a": 1}\n')
-    [note] = open_dataset("", tmp_path, image_size=8).info.notes[:1]
+    [note] = open_dataset("", tmp_path, image_size=8).notes[:1]
     assert note.startswith(UNREAD[name])

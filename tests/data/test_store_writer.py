@@ -127,7 +127,7 @@ def test_a_folder_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(os, "scandir", scan)
     opened = open_dataset("", tmp_path / "pics", image_size=8, cache_dir=tmp_path / "cache")
     assert len(opened) == 1
-    assert "unreadable folders, such as dog" in opened.info.notes[0]
+    assert "unreadable folders, such as dog" in opened.notes[0]
 
 
 def test_only_pictures_are_opened_whatever_they_are_called(tmp_path: Path) -> None:
@@ -259,8 +259,7 @@ def test_pictures_of_other_kinds_are_counted(tmp_path: Path) -> None:
         save_picture(folder / name)
     for name in ("2.PSD", "3.psd", "4.cr2", "5.txt"):
         (folder / name).write_bytes(b"not read")
-    store = open_store(FileFolder(folder), 8, cache_dir=tmp_path / "cache")
-    said = "\n".join(ImageDataset(store).info.notes)
+    said = "\n".join(FileFolder(folder).notes)
     assert "left out 3 files of other formats (pip install pillow-heif " in said
     assert "to read heic and jxl), such as 2.PSD" in said
     assert "no classes: 1 pictures are in no subfolder, such as 1.png" in said

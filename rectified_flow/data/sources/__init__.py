@@ -92,7 +92,7 @@ class ImageSource(ABC):
     """Class names by label; empty if the images have no labels."""
     notes: Sequence[str] = ()
     """Sentences that a user should know about the images, such as which files are not read. A source may add to them
-    until its images are decoded; the store then keeps them (:attr:`rectified_flow.data.store.StoreInfo.notes`)."""
+    until :meth:`column_names` has returned. No store keeps them, since other files may lie there the next time."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -140,7 +140,8 @@ class ImageSource(ABC):
         try:
             return [*self.read_table()]
         except UsageError as error:
-            self.notes = [*self.notes, f"columns for conditions are not read: {error}"]
+            note = f"columns for conditions are not read: {error}"
+            self.notes = [*self.notes, *[note] * (note not in self.notes)]
             return []
 
     @property

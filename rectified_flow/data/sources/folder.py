@@ -4,6 +4,7 @@ import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 from os.path import commonpath
 from pathlib import Path
 from typing import Any, ClassVar
@@ -154,6 +155,10 @@ class FileFolder(ImageSource):
 
     @override
     def read_table(self) -> dict[str, list[Any]]:
+        return self._table
+
+    @cached_property
+    def _table(self) -> dict[str, list[Any]]:
         return read_metadata(self._texts, self.files, self.path, self._root, self.notes)
 
     def _note(self, what: str, files: Sequence[Path]) -> None:

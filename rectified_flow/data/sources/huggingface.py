@@ -116,6 +116,7 @@ class HuggingFaceSource(ImageSource):
 
     @override
     def column_names(self) -> list[str]:
+        _ = self._image_column  # which may add a note
         columns = self._rows.remove_columns(_columns(self._rows, "Image")).features
         return [name for name in columns if name != self._label_column]  # which has the classes
 
