@@ -236,6 +236,7 @@ def _build(
 ) -> None:
     """Decode the images that are left into the store, and note the names and sizes of the originals."""
     numbers, chosen = source.numbers_without(exclude, limit), source.notes_on_choice(exclude, limit)
+    store.length = len(numbers)
 
     def decode(index: int) -> tuple[Fitted, int] | None:
         """Return the row of an image, and its class or -1; None if it is broken."""

@@ -7,6 +7,7 @@ import signal
 import time
 from errno import EACCES, ENODEV, ESTALE
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -206,6 +207,17 @@ def test_a_store_that_cannot_be_read_now_is_kept(
         with pytest.raises(UsageError, match=f"cannot be read .*{advice}"):
             open_store(source, 4, cache_dir=tmp_path)
     assert find_damage(path) is None
+
+
+@pytest.mark.parametrize("options", [{"limit": 20}, {"exclude": [str(number) for number in range(20, 1000)]}])
+def test_pictures_that_are_not_read_need_no_disk(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is room for 21 of 1,000 pictures."""
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=21 * 3 * 8 * 8))
+    assert len(ImageDataset(open_store(SyntheticFlowers(8, count=1000), 8, cache_dir=tmp_path, **options))) == 20
+    with pytest.raises(UsageError, match="1000 rows of the image store would need at least"):
+        open_store(SyntheticFlowers(8, count=1000), 8, cache_dir=tmp_path)
 
 
 def test_a_store_in_a_read_only_cache_opens(tmp_path: Path) -> None:
