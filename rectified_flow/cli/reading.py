@@ -14,7 +14,7 @@ from rectified_flow.cli.data import build_space
 from rectified_flow.cli.training_flags import DataConfig
 from rectified_flow.data.framing import Crop
 from rectified_flow.data.sources import ImageSource, Row
-from rectified_flow.data.store_writer import is_stored
+from rectified_flow.data.store_writer import find_store
 from rectified_flow.data.survey import spread, survey
 from rectified_flow.distributed import on_main
 from rectified_flow.system.machine import processors
@@ -86,9 +86,7 @@ def readable(source: ImageSource, data: DataConfig, seconds: float) -> dict[str,
     """
     framing, numbers = data.framing, source.numbers_without(data.exclude, data.max_train_samples)
 
-    def picture_time() -> float:
-        if not numbers or is_stored(source, framing, data.cache_dir, exclude=data.exclude):
-            return 0.0
+    def decoding_time() -> float:
         rows, some = source.rows(framing), spread(numbers, TRIED)
 
         def decode(number: int) -> None:
@@ -98,9 +96,16 @@ def readable(source: ImageSource, data: DataConfig, seconds: float) -> dict[str,
         began = time.monotonic()
         with ThreadPoolExecutor(processors()) as pool:
             [*pool.map(decode, some)]
-        return (time.monotonic() - began) / len(some) + encoding_time(data)
+        return (time.monotonic() - began) / len(some)
 
-    each, room = on_main(PartialState(), picture_time), READING_SHARE * seconds
+    def picture_time() -> float:
+        stored = find_store(source, framing, data.cache_dir, exclude=data.exclude)
+        if stored is None:
+            return decoding_time() + encoding_time(data)
+        is_encoded = build_space(data).medium.has_rows(stored, mirrored=data.horizontal_flip)
+        return 0.0 if is_encoded else encoding_time(data)
+
+    each, room = on_main(PartialState(), picture_time) if numbers else 0.0, READING_SHARE * seconds
     if each * len(numbers) <= room:
         return {}
     count = max(1, int(room / each))

@@ -201,10 +201,12 @@ def open_store(
     return store.path
 
 
-def is_stored(source: ImageSource, framing: Framing, cache_dir: Path | None = None, *, exclude: Sequence[str]) -> bool:
-    """Return whether all images of ``source`` but the excluded ones are in a store, so that opening them is quick."""
+def find_store(
+    source: ImageSource, framing: Framing, cache_dir: Path | None = None, *, exclude: Sequence[str]
+) -> Path | None:
+    """Return the folder of a store of all images of ``source`` but the excluded ones; None if it is not built yet."""
     both = (_store_of(source, framing, cache_dir, exclude, None, skip_broken_images=skips) for skips in (False, True))
-    return any(store.is_whole for store in both)
+    return next((store.path for store in both if store.is_whole), None)
 
 
 def _store_of(

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from copy import copy
 from math import ceil
+from pathlib import Path
 from typing import Self, TypeVar
 
 import torch
@@ -99,6 +100,10 @@ class PicturesInStep(EncodedPictures):
         if isinstance(recorded, LatentsInStep):
             return dataset, self.space.scaled(list(recorded.mean), list(recorded.std))
         return dataset, self.space.scaled(*on_main(PartialState(), lambda: self._scales(dataset)))
+
+    @override
+    def has_rows(self, store: Path, *, mirrored: bool) -> bool:
+        return True
 
     @torch.no_grad()
     def _scales(self, dataset: StoreDataset) -> tuple[list[float], list[float]]:

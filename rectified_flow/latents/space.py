@@ -214,6 +214,10 @@ class EncodedPictures(Pictures):
         return latents.changed(source=source, **same), space
 
     @override
+    def has_rows(self, store: Path, *, mirrored: bool) -> bool:
+        return writer_of(ImageDataset(store), self.space.autoencoder, mirrored=mirrored).is_whole
+
+    @override
     def prepare(self, device: torch.device, autoencoder: str | None = None) -> None:
         known = self.space.autoencoder
         if autoencoder is not None:
@@ -298,9 +302,7 @@ def encode_pictures(pictures: ImageDataset, autoencoder: Autoencoder, *, mirrore
     framing = info.framing or Framing(info.image_size, info.image_size)
     shape = autoencoder.shape_of(*framing.shape[1:])[1:]
     space = Latents(autoencoder, info.image_size, shape, grey=framing.grey)
-    key = key_of(LATENTS_VERSION, pictures.fingerprint, autoencoder.fingerprint)
-    path = pictures.path.with_name(f"{pictures.path.name}-latents-{key}{'-mirrored' * mirrored}")
-    writer = StoreWriter(path, len(pictures), "latents")
+    writer = writer_of(pictures, autoencoder, mirrored=mirrored)
 
     @torch.no_grad()
     def make(numbers: Sequence[int]) -> Mapping[str, Tensor]:
@@ -318,4 +320,11 @@ def encode_pictures(pictures: ImageDataset, autoencoder: Autoencoder, *, mirrore
     with claimed(writer) as is_missing:
         if is_missing:
             fill(writer, make, document, batch_size=BATCH_SIZE)
-    return LatentDataset(path, pictures.described)
+    return LatentDataset(writer.path, pictures.described)
+
+
+def writer_of(pictures: ImageDataset, autoencoder: Autoencoder, *, mirrored: bool) -> StoreWriter:
+    """Return the store of the latents of images, which may be missing."""
+    key = key_of(LATENTS_VERSION, pictures.fingerprint, autoencoder.fingerprint)
+    path = pictures.path.with_name(f"{pictures.path.name}-latents-{key}{'-mirrored' * mirrored}")
+    return StoreWriter(path, len(pictures), "latents")

@@ -121,6 +121,10 @@ class Medium:
         """
         return dataset, self.space
 
+    def has_rows(self, store: Path, *, mirrored: bool) -> bool:
+        """Return whether :meth:`rows` has nothing to encode, for the data in the folder of a store."""
+        return True
+
     def prepare(self, device: torch.device, autoencoder: str | None = None) -> None:
         """Load the frozen weights by which data are shown and read, if there are any.
 

@@ -1,6 +1,7 @@
 """Tests of settings that the program chooses unless a flag sets them, and that a resumed run keeps."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -15,8 +16,12 @@ from rectified_flow.cli.choices import with_recipe
 from rectified_flow.cli.data import build_space
 from rectified_flow.cli.settings import Settings, read_settings
 from rectified_flow.cli.training_flags import DataConfig, OneStepConfig, TrainConfig
+from rectified_flow.data.open import Pictures
+from rectified_flow.data.sources.synthetic_flowers import SyntheticFlowers
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import recorded
+from rectified_flow.latents.autoencoders import Small
+from rectified_flow.latents.space import encode_pictures
 from rectified_flow.parts import name_of
 from rectified_flow.runs import checkpoint
 from rectified_flow.spaces.pixels import Pixels
@@ -361,6 +366,19 @@ class Slow(OwnPictures):
     def load(self, index: int) -> tuple[Image.Image, int]:
         time.sleep(0.05)
         return super().load(index)
+
+
+def test_stored_pictures_are_encoded_in_the_time_of_the_run(tmp_path: Path) -> None:
+    """An earlier run on pixels has decoded them; an autoencoder that takes 2 s a picture allows few of them."""
+    pictures = SyntheticFlowers(16, count=20)
+    flags = DataConfig(image_size=16, cache_dir=tmp_path, autoencoder=("small",))
+    pixels = Pictures(image_size=16, cache_dir=tmp_path).open(pictures)
+    with patch.object(reading, "encoding_time", lambda _: 2.0):
+        assert reading.readable(pictures, flags, 12.0) == {"max_train_samples": 1}
+        assert reading.readable(pictures, replace(flags, autoencoder=()), 12.0) == {}
+        encode_pictures(pixels, Small(), mirrored=True)
+        assert reading.readable(pictures, flags, 12.0) == {}, "the latents are stored, too"
+        assert reading.readable(pictures, replace(flags, horizontal_flip=False), 12.0), "these latents are others"
 
 
 @pytest.mark.parametrize(("budget", "is_limited"), [("1m", True), ("10h", False)])
