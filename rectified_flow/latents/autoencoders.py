@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache, partial
 from hashlib import blake2b
+from math import gcd
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,6 +24,7 @@ from rectified_flow.registry import Document, register
 from rectified_flow.system.files import read_bytes
 
 WEIGHTS = Path(__file__).with_name("small.safetensors")
+MOST = 64  # largest factor of a side that an autoencoder is expected to need
 CHANNELS, BOUND = 8, 3.0  # number of channels of the latents of ``Small``, and the bound of their values
 
 
@@ -53,14 +55,29 @@ class Autoencoder(ABC):
         """Return the shape ``(k, c, h, w)`` of an encoded picture: a mean, and for ``k = 2`` a standard deviation.
 
         The shape is found on torch's meta device, where nothing is computed. Without ``width``, the picture is square.
+
+        Raises:
+            UsageError: if the sides are not divisible; it names the nearest size of the same aspect ratio that is.
         """
-        pictures = torch.zeros(1, 3, height, width or height, device="meta")
-        with suppress(RuntimeError):  # a side is not divisible
+        width = width or height
+        if (shape := self._shape_of(height, width)) is not None:
+            return shape
+        common = gcd(height, width)
+        unit, high, wide = min(height, width) // common, height // common, width // common
+        near = sorted(range(max(1, common - MOST), common + MOST + 1), key=lambda each: (abs(each - common), -each))
+        fits = next((each for each in near if self._shape_of(each * high, each * wide) is not None), None)
+        remedy = "pass another `autoencoder`" if fits is None else f"pass {unit * fits}"
+        size = f"`image_size` {unit * common}"
+        raise UsageError(f"{size} cannot be halved as often as `autoencoder` {self.name} does: {remedy}")
+
+    def _shape_of(self, height: int, width: int) -> tuple[int, ...] | None:
+        """Return the shape of an encoded picture; None if a side is not divisible."""
+        pictures = torch.zeros(1, 3, height, width, device="meta")
+        with suppress(RuntimeError):
             mean, std = self.encode(pictures)
             if self.decode(mean).shape == pictures.shape:
                 return 1 if std is None else 2, *mean.shape[1:]
-        size = f"`image_size` {min(pictures.shape[2:])}"
-        raise UsageError(f"{size} cannot be halved as often as `autoencoder` {self.name} does: pass a power of two")
+        return None
 
     def prepare(self, device: torch.device) -> None:  # noqa: B027, as most have nothing to load
         """Load the weights, if there are any, onto ``device``."""

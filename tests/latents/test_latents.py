@@ -152,7 +152,7 @@ def test_what_is_none_is_refused(tmp_path: Path, config: dict[str, Any] | None, 
 
 
 def test_a_size_that_it_cannot_halve_is_refused(folder: Callable[[str], Path]) -> None:
-    with pytest.raises(UsageError, match=r"`image_size` 30 cannot be halved .*: pass a power of two"):
+    with pytest.raises(UsageError, match=r"`image_size` 30 cannot be halved .*: pass 32"):
         PretrainedAutoencoder(str(folder("AutoencoderKLWan"))).shape_of(30)
     with pytest.raises(UsageError, match=r"`image_size` 30 cannot be halved as often as `autoencoder` haar does"):
         Haar().shape_of(30)
@@ -174,6 +174,14 @@ def test_the_shape_is_found_without_weights_and_other_sides_are_refused() -> Non
     assert Small().shape_of(128) == (1, 8, 16, 16)
     with pytest.raises(UsageError, match="`image_size` 36 cannot be halved as often as `autoencoder` small does"):
         Small().shape_of(36)
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "size"), [(36, 36, 40), (66, 88, 72), (88, 66, 72), (4, 4, 8), (9, 16, 72), (1001, 1001, 1000)]
+)
+def test_the_nearest_size_that_fits_is_named(height: int, width: int, size: int) -> None:
+    with pytest.raises(UsageError, match=f"`image_size` {min(height, width)} cannot be halved .*: pass {size}$"):
+        Small().shape_of(height, width)
 
 
 def test_reconstructions_of_drawn_pictures_are_nearer_than_those_of_a_reduction() -> None:
