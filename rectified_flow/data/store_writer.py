@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, astuple
+from errno import EIO
 from functools import partial
 from hashlib import blake2b, file_digest
 from pathlib import Path
@@ -27,8 +28,9 @@ from rectified_flow.data.store import INFO_FILE, LABELS_FILE, ORIGINALS_FILE, RE
 from rectified_flow.distributed import on_main
 from rectified_flow.errors import BusyError, UsageError, first_line
 from rectified_flow.system.artifact import Artifact
-from rectified_flow.system.files import LOCK_TIMEOUT, flush, usable_path, writing
+from rectified_flow.system.files import LOCK_TIMEOUT, PASSING, flush, usable_path, writing
 from rectified_flow.system.machine import processors, require_disk
+from rectified_flow.system.pictures import FORMATS
 from rectified_flow.system.terminal import progress_bar, warn_once
 
 REMEDY = "pass a writable folder with `cache_dir`"
@@ -221,11 +223,31 @@ def _store_of(
     """Return the store of the images of ``source``, which may be missing."""
     chosen = [*sorted(exclude), *([] if limit is None else [limit])]
     rows = source.rows(framing)
-    key = key_of(STORE_VERSION, source.fingerprint, *astuple(framing), skip_broken_images, *rows.key, *chosen)
+    skips = skip_broken_images and FORMATS  # another plugin may read what would be skipped
+    key = key_of(STORE_VERSION, source.fingerprint, *astuple(framing), skips, *rows.key, *chosen)
     slug = "".join(c if c.isalnum() else "-" for c in source.name).strip("-")[-40:]
     cache_dir = default_cache_dir() if cache_dir is None else usable_path("`cache_dir`", cache_dir)
     path = cache_dir / f"{slug}-{framing.size_text}px-{key}"
     return StoreWriter(path, len(source), "image store", documents=[ORIGINALS_FILE])
+
+
+def _decoded(source: ImageSource, rows: PictureRows, skip_broken_images: bool, index: int) -> tuple[Fitted, int] | str:
+    """Return the row of an image, and its class or -1; the reason if it is broken and to be skipped."""
+    try:
+        image, label = source.load(index)
+        if not -1 <= label < len(source.class_names):
+            raise UsageError(f"its label is {label}, outside the {len(source.class_names)} classes numbered from 0")
+        return rows.fit(image), label
+    except Exception as error:  # decoders raise exceptions of many types
+        reason = getattr(error, "strerror", None) or first_line(error)
+        # The next run would lack an image that is skipped in such a state. A disk that fails may be on a network.
+        if isinstance(error, MemoryError) or getattr(error, "errno", None) in (*PASSING, EIO):
+            advice = "try again, or leave it out with `exclude`"
+            raise UsageError(f"{source.place_of(index)} cannot be read now ({reason}): {advice}") from error
+        if skip_broken_images:
+            return reason
+        broken = f"broken image {source.place_of(index)} ({reason})"
+        raise UsageError(f"{broken}: remove it, or pass `skip_broken_images`") from error
 
 
 def _build(
@@ -240,20 +262,8 @@ def _build(
     numbers, chosen = source.numbers_without(exclude, limit), source.notes_on_choice(exclude, limit)
     store.length = len(numbers)
 
-    def decode(index: int) -> tuple[Fitted, int] | None:
-        """Return the row of an image, and its class or -1; None if it is broken."""
-        try:
-            image, label = source.load(index)
-            if not -1 <= label < len(source.class_names):
-                raise UsageError(f"its label is {label}, outside the {len(source.class_names)} classes numbered from 0")
-            return rows.fit(image), label
-        except Exception as error:  # decoders raise exceptions of many types
-            if skip_broken_images:
-                return None
-            broken = f"broken image {source.place_of(index)} ({getattr(error, 'strerror', None) or first_line(error)})"
-            raise UsageError(f"{broken}: remove it, or pass `skip_broken_images`") from error
-
-    kept, broken, contents, equal = list[tuple[Original, int]](), list[str](), set[bytes](), list[str]()
+    decode = partial(_decoded, source, rows, skip_broken_images)
+    kept, broken, contents, equal = list[tuple[Original, int]](), dict[str, str](), set[bytes](), list[str]()
     remarked = defaultdict[str, list[str]](list)
     bar = progress_bar(total=len(numbers), desc=f"preparing {source.name}", unit="img")
     with bar, ThreadPoolExecutor(processors()) as pool:  # the decoder releases the GIL
@@ -261,8 +271,8 @@ def _build(
             chunk, written = numbers[start : start + CHUNK], list[Row]()
             for index, decoded in zip(chunk, pool.map(decode, chunk), strict=True):
                 bar.update()
-                if decoded is None:
-                    broken.append(source.place_of(index))
+                if isinstance(decoded, str):
+                    broken[source.place_of(index)] = decoded
                     continue
                 (row, size, remarks), label = decoded
                 name, content = source.name_of(index), blake2b(row.tobytes(), digest_size=16).digest()
@@ -285,7 +295,7 @@ def _build(
         raise UsageError(f"all {len(kept)} pictures of {source.name} are {TRANSPARENT}: save them with visible pixels")
     # The census counts transparent rows, if they have an alpha channel.
     shown = [what for what in remarked if what != TRANSPARENT or not rows.framing.alpha]
-    noted = [f"skipped {len(broken):,} broken images; the first is {each}" for each in broken[:1]]
+    noted = [f"skipped {len(broken):,} broken images; the first is {each} ({broken[each]})" for each in [*broken][:1]]
     noted += [counted_sentence(len(equal), "equal to an earlier one", each) for each in equal[:1]]
     noted += [counted_sentence(len(remarked[what]), what, remarked[what][0]) for what in shown]
     originals, labels = zip(*kept, strict=True)
@@ -296,7 +306,7 @@ def _build(
         source=source.name,
         image_size=min(rows.framing.width, rows.framing.height),
         class_names=list(source.class_names) if min(labels) >= 0 else [],
-        skipped=broken,
+        skipped=[*broken],
         framing=asdict(rows.framing),
         notes=[*chosen, *noted, *rows.notes(names)],
         **rows.info(source.name, {original[1:] for original in originals}),

@@ -5,7 +5,7 @@ import os
 import pickle
 import signal
 import time
-from errno import EACCES, ENODEV, ESTALE
+from errno import EACCES, EIO, EMFILE, ENODEV, ESTALE
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -207,6 +207,36 @@ def test_a_store_that_cannot_be_read_now_is_kept(
         with pytest.raises(UsageError, match=f"cannot be read .*{advice}"):
             open_store(source, 4, cache_dir=tmp_path)
     assert find_damage(path) is None
+
+
+@pytest.mark.parametrize("error", [OSError(EMFILE, "Too many open files"), OSError(EIO, "I/O error"), MemoryError()])
+def test_what_may_pass_is_not_skipped_for_good(error: Exception, tmp_path: Path) -> None:
+    class Busy(SyntheticFlowers):
+        def load(self, index: int) -> tuple[Image.Image, int]:
+            if index == 2:
+                raise error
+            return super().load(index)
+
+    with pytest.raises(UsageError, match=r"^row 2 of .* cannot be read now \(.*\): try again, or leave it out with"):
+        open_store(Busy(8, count=4), 4, cache_dir=tmp_path, skip_broken_images=True)
+    assert (
+        len(ImageDataset(open_store(SyntheticFlowers(8, count=4), 4, cache_dir=tmp_path, skip_broken_images=True))) == 4
+    )
+
+
+def test_what_another_plugin_reads_is_not_skipped_for_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, kind in (("a.png", "PNG"), ("b.png", "WEBP")):
+        Image.new("RGB", (8, 8), "red").save(tmp_path / name, kind)
+    options: dict[str, Any] = {"cache_dir": tmp_path / "cache", "skip_broken_images": True}
+    with monkeypatch.context() as patch:
+        patch.setattr("rectified_flow.system.pictures.FORMATS", ["PNG"])
+        patch.setattr("rectified_flow.data.store_writer.FORMATS", ["PNG"])
+        [note, *_] = ImageDataset(open_store(FileFolder(tmp_path), 4, **options)).info.notes
+        assert (
+            note
+            == f"skipped 1 broken images; the first is {tmp_path}/b.png (cannot identify image file '{tmp_path}/b.png')"
+        )
+    assert len(ImageDataset(open_store(FileFolder(tmp_path), 4, **options))) == 2
 
 
 @pytest.mark.parametrize("options", [{"limit": 20}, {"exclude": [str(number) for number in range(20, 1000)]}])
