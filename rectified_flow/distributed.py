@@ -28,9 +28,14 @@ SHARDING = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
 """Backends of Accelerate that shard the weights, by the name in their environment variable."""
 
 
+def launched_processes() -> int:
+    """Return the number of processes of this launch, which may not have been joined yet."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def join_processes() -> PartialState:
     """Join the process group of this launch, on the CPU if there is no accelerator, unless it was joined before."""
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    world_size = launched_processes()
     if "RANK" in os.environ:
         # Launchers of one process per machine leave it out, and without it accelerate finds no backend for GPUs.
         os.environ.setdefault("LOCAL_RANK", "0")

@@ -25,7 +25,7 @@ from rectified_flow.data.census import counted_sentence
 from rectified_flow.data.framing import Framing
 from rectified_flow.data.sources import TRANSPARENT, Fitted, ImageSource, PictureRows, Row
 from rectified_flow.data.store import INFO_FILE, LABELS_FILE, ORIGINALS_FILE, RECIPE_FILE, Original
-from rectified_flow.distributed import on_main
+from rectified_flow.distributed import launched_processes, on_main
 from rectified_flow.errors import BusyError, UsageError, first_line
 from rectified_flow.system.artifact import Artifact
 from rectified_flow.system.files import LOCK_TIMEOUT, PASSING, flush, usable_path, writing
@@ -191,12 +191,13 @@ def open_store(
 ) -> Path:
     """Return the folder of the store of ``source``. The store is built first if it does not exist or is damaged.
 
-    One process builds while others wait for its lock. A number as the framing is the side of a square [px]. With a
+    One process builds while others wait for its lock; on a file system without locks, only a run of one process builds.
+    A number as the framing is the side of a square [px]. With a
     ``limit``, only so many images, spread over the source, are read.
     """
     framing = Framing(framing, framing) if isinstance(framing, int) else framing
     store = _store_of(source, framing, cache_dir, exclude, limit, skip_broken_images=skip_broken_images)
-    with store.claimed(REMEDY) as is_missing:
+    with store.claimed(REMEDY, is_contested=launched_processes() > 1) as is_missing:
         if is_missing:
             with store.building():
                 _build(store, source, source.rows(framing), exclude, limit, skip_broken_images)

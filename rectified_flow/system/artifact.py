@@ -151,7 +151,7 @@ class Artifact:
         return find_damage(self.path, self.kind) is None
 
     @contextmanager
-    def claimed(self, remedy: str, timeout: float = -1) -> Iterator[bool]:
+    def claimed(self, remedy: str, timeout: float = -1, *, is_contested: bool = False) -> Iterator[bool]:
         """Yield whether the artifact must be built; if so, other builders are locked out inside the block.
 
         A whole artifact is not locked, so that it can be read in a folder that cannot be written. An OSError inside the
@@ -160,6 +160,7 @@ class Artifact:
         Args:
             remedy: advice for the error message, such as "pass a writable folder with `cache_dir`".
             timeout: time to wait for another builder [s]; negative waits as long as it takes.
+            is_contested: whether several processes of the same program claim it at once.
         """
         if self.is_whole:
             yield False
@@ -167,7 +168,7 @@ class Artifact:
         with writing(f"the {self.kind} {self.path}", UsageError, remedy):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             busy = f"another run is writing the {self.kind} {self.path}"
-            with locked(self.path.parent, self.path.name, busy, timeout, remedy):
+            with locked(self.path.parent, self.path.name, busy, timeout, remedy, is_contested=is_contested):
                 yield not self.is_whole  # another process may have built it meanwhile
 
     def begin(self) -> Document:

@@ -35,7 +35,13 @@ LOCK_TIMEOUT = 10.0
 
 @contextmanager
 def locked(
-    folder: Path, name: str, busy: str = "", timeout: float = -1, remedy: str = "choose another folder"
+    folder: Path,
+    name: str,
+    busy: str = "",
+    timeout: float = -1,
+    remedy: str = "choose another folder",
+    *,
+    is_contested: bool = False,
 ) -> Iterator[None]:
     """Hold the lock of ``name`` in ``folder`` inside the block; on a file system without locks, warn instead.
 
@@ -48,6 +54,7 @@ def locked(
         busy: beginning of the error message, such as "another process is writing to FOLDER".
         timeout: time to wait for another process that holds the lock [s]; negative waits as long as it takes.
         remedy: end of the error message.
+        is_contested: whether other processes of the same program lock it, too, so that a missing lock is an error.
     """
     path = folder / f".{name}.lock"
     with ExitStack() as held:
@@ -61,6 +68,9 @@ def locked(
         except PermissionError as error:
             raise UsageError(f"{path} cannot be opened ({error.strerror}): {remedy}, or permit access") from error
         except (OSError, NotImplementedError) as error:
+            if is_contested:
+                several = f"{folder} cannot be locked ({error}), and several processes would write there"
+                raise UsageError(f"{several}: run with one process first, or {remedy}") from error
             warn_once(f"{folder} cannot be locked ({error}): make sure that no other process writes there")
         yield
 

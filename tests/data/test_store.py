@@ -5,7 +5,7 @@ import os
 import pickle
 import signal
 import time
-from errno import EACCES, EIO, EMFILE, ENODEV, ESTALE
+from errno import EACCES, EIO, EMFILE, ENODEV, ENOLCK, ESTALE
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from filelock import FileLock
 from PIL import Image
 
 from rectified_flow.data.open import Pictures
@@ -237,6 +238,26 @@ def test_what_another_plugin_reads_is_not_skipped_for_good(tmp_path: Path, monke
             == f"skipped 1 broken images; the first is {tmp_path}/b.png (cannot identify image file '{tmp_path}/b.png')"
         )
     assert len(ImageDataset(open_store(FileFolder(tmp_path), 4, **options))) == 2
+
+
+def test_several_processes_do_not_build_at_once_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would remove the stage of the other."""
+
+    def fail(*_arguments: object, **_options: object) -> None:
+        raise OSError(ENOLCK, "No locks available")
+
+    monkeypatch.setattr(FileLock, "acquire", fail)
+    source = SyntheticFlowers(8, count=4)
+    with monkeypatch.context() as patch:
+        patch.setenv("WORLD_SIZE", "2")
+        with pytest.raises(
+            UsageError, match=r"cannot be locked \(.*No locks available\), and .*: run with one process"
+        ):
+            open_store(source, 4, cache_dir=tmp_path)
+    assert not list(tmp_path.glob("*/"))
+    path = open_store(source, 4, cache_dir=tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert open_store(source, 4, cache_dir=tmp_path) == path
 
 
 @pytest.mark.parametrize("options", [{"limit": 20}, {"exclude": [str(number) for number in range(20, 1000)]}])
