@@ -121,6 +121,9 @@ def _solver_options(flags: SolverConfig, trained: Trained) -> dict[str, Any]:
     flow, source, options = trained.flow, trained.source, dict[str, Any]()
     if flags.solver is not None:
         options["solver"] = flags.solver
+        if flow.from_source and flags.solver == "stochastic":  # before files are written
+            starts = f"{source} starts from pictures"
+            raise UsageError(f"--solver stochastic is for paths from noise, and {starts}: choose another solver")
     if flags.time_grid != "uniform":
         options["grid"] = flags.time_grid
     guidance = guidance_of(flags, flow)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from rectified_flow.condition import Values
+from rectified_flow.errors import UsageError
 from rectified_flow.flows import Distance, Prediction, Solver, TimeGrid
 from rectified_flow.flows.flow import FLOW_NEEDS, Flow, expand
 from rectified_flow.flows.solvers import NO_GUIDANCE, Guidance, Watch, guided, integrate
@@ -117,8 +118,10 @@ class RectifiedFlow(Flow):
             conditions: values by name ``[b, ...]``; labels that are not given are drawn uniformly.
 
         Raises:
-            ValueError: if guidance has no conditions to work with.
+            ValueError: if guidance has no conditions to work with, or the solver renews noise on paths from sources.
         """
+        if self.from_source and solver == "stochastic":
+            raise UsageError("`solver` stochastic is for paths from noise, not from a source: choose another solver")
         times = time_grid(steps, grid, strength if start is not None else 1.0)
         x, values = self.draw_start(count, conditions, noise=noise, start=start, strength=strength)
         field = guided(self.exact_velocity, self.conditions, values, guidance)

@@ -177,6 +177,7 @@ REFUSALS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("--from_images {paired.data}/from --mask {tmp}/file", "--mask has no effect"),
         ("--from_images {paired.data}/from --output_dir {paired.data}/from", "has the pictures of --from_images"),
         ("--variants 2", "--variants needs --from_images"),
+        ("--from_images {paired.data}/from --solver stochastic", "--solver stochastic is for paths from noise"),
         ("--from_images {paired.data}/nowhere", "neither a file nor a folder of files"),
     ],
     (SAMPLE, OUTPUT): [

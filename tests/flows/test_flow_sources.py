@@ -163,6 +163,12 @@ def test_a_part_is_kept_on_its_path_and_to_the_end(level: float) -> None:
     assert not torch.allclose(made[..., 4:], known[..., 4:] / 255, atol=0.1)
 
 
+def test_no_solver_replaces_a_source_by_noise() -> None:
+    flow, _, x_1 = gaussian_flow()
+    with pytest.raises(UsageError, match="`solver` stochastic is for paths from noise"):
+        flow.sample(source=x_1, solver="stochastic")
+
+
 def pictures(numbers: Sequence[int], batch_size: int = 64, **how: object) -> dict[int, Tensor]:
     drawn = sample_batches(FLOWS["rectified"]().eval(), numbers, batch_size=batch_size, steps=2, **how)  # type: ignore[arg-type]
     return {i: picture for some, batch in drawn for i, picture in zip(some, batch, strict=True)}
