@@ -204,6 +204,8 @@ def choose_flow(flags: FlowConfig, method: Method, *, is_taught: bool = False) -
     arguments = dict(parts.arguments) if issubclass(target, parts.flow) else {}
     names = ("prediction", "coupling") if is_taught else ("prediction", "coupling", "guidance_scale")
     arguments |= arguments_from(flags, names, target)
+    if is_taught and flags.guidance_scale != 1 and issubclass(target, RectifiedFlow):
+        arguments["guided_data"] = True
     if "time_distribution" not in needs_of(target):
         if flags.time_distribution:
             raise UsageError(f"--time_distribution has no effect: {target.__name__} draws no times")

@@ -30,6 +30,7 @@ class RectifiedFlow(Flow):
         time_distribution: distribution of the training times.
         distance: ``mse``, or ``pseudo_huber`` with the constant for reflow (Lee et al. 2024, arXiv:2405.20320, section
             4.2), here of the mean over elements instead of the sum.
+        guided_data: whether guidance generated the training data, so that samples need none by default.
         settings: further arguments of :class:`Flow`.
     """
 
@@ -40,17 +41,21 @@ class RectifiedFlow(Flow):
         prediction: Prediction = "velocity",
         time_distribution: TimeDistribution | None = None,
         distance: Distance = "mse",
+        guided_data: bool = False,
         **settings: Any,
     ) -> None:
         super().__init__(network, **settings)
         self.prediction = prediction
         self.time_distribution = time_distribution or LogitNormal()
         self.distance = distance
+        self.guided_data = guided_data
 
     @property
     @override
     def default_guidance(self) -> float:
         """The guidance scale of programs unless a flag sets it: the largest default of the conditions."""
+        if self.guided_data:
+            return 1.0
         return max((getattr(kind, "guidance", 1.0) for kind in self.conditions.values()), default=1.0)
 
     def forward(self, **batch: Tensor) -> Tensor:

@@ -237,7 +237,7 @@ def owner_of(place: Path) -> Path | None:
 
 
 MAY_CHANGE = (
-    *("condition_dropout", "space.horizontal_flip", "space.augmentation"),
+    *("condition_dropout", "guided_data", "space.horizontal_flip", "space.augmentation"),
     *("space.autoencoder.source", "space.mean", "space.std", "space.show", "network.source", "network.dropout"),
 )
 """Parts of a flow that may differ when a run resumes; any other makes it another run."""

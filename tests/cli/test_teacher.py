@@ -14,6 +14,7 @@ from accelerate import PartialState
 from torch import Tensor
 
 from rectified_flow import randomness
+from rectified_flow.cli.build import build_flow
 from rectified_flow.cli.data import data_of
 from rectified_flow.cli.distill import DistillationData, open_distilled
 from rectified_flow.cli.record import distillation_of, with_record
@@ -26,6 +27,9 @@ from rectified_flow.errors import UsageError
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.solvers import Guidance
 from rectified_flow.load import load_flow
+from rectified_flow.spaces.pixels import Pixels
+from rectified_flow.text.caption import Caption
+from rectified_flow.text.encoders import BagOfWords
 from tests.programs import assert_refused, planned
 from tests.ranks import run_on_ranks
 from tests.training.runs import losses
@@ -245,6 +249,15 @@ def test_a_run_resumes_when_its_teacher_is_gone(teachers: dict[str, Path], tmp_p
     shutil.rmtree(mine)
     run_on_ranks(1, learn, "reflow", mine, tmp_path / "run", None, 6)
     assert list(losses(tmp_path / "run")) == [3, 4, 6]
+
+
+@pytest.mark.parametrize(("scale", "default"), [(1, 2.0), (3, 1.0)])
+def test_guided_pairs_leave_nothing_to_guide(scale: int, default: float) -> None:
+    """The default scale of captions is applied to a student whose teacher was not guided, and is not applied twice."""
+    words = f"--teacher none --method reflow --guidance_scale {scale} --condition_on text --dim 8 --dim_mults 1"
+    values = read_settings(OneStepConfig, "", [*words.split(), "--image_size", "8"]).values
+    caption = Caption(BagOfWords(("red",)), 2, 0, ("red",))
+    assert build_flow(values, {"text": caption}, Pixels((3, 8, 8))).default_guidance == default
 
 
 def test_paths_that_exist_keep_their_precision(

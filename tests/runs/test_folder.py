@@ -90,6 +90,9 @@ def test_changes_that_are_allowed_are_reported(tmp_path: Path) -> None:
         "note: max_grad_norm was 1.0 and is now 2.0",
         "note: ema_decay was 0.9999 and is now 0.99",
     ]
+    assert resume(rectified(guided_data=True), TrainingConfig(output_dir=tmp_path)) == [
+        "note: guided_data was False and is now True"
+    ]
     assert resume(rectified(), TrainingConfig(output_dir=tmp_path, seed=3), 16, "bf16") == [
         "warning: the seed was 0 and is now 3: the run changes",
         "warning: the global batch was 8 and is now 16: the run changes",
