@@ -9,7 +9,7 @@ from rectified_flow.cli.open_data import OpenData
 from rectified_flow.cli.training_flags import EvaluationConfig
 from rectified_flow.data.store import ImageDataset, StoreDataset
 from rectified_flow.distributed import on_main
-from rectified_flow.evaluation.evaluator import METRICS, Comparison, Evaluator
+from rectified_flow.evaluation.evaluator import METRICS, Comparison, Evaluator, suited
 from rectified_flow.evaluation.features import RenderedItems
 from rectified_flow.evaluation.heldout import MAX_PICTURES, MIN_HELD_OUT, TIMES, HeldOutPictures
 from rectified_flow.evaluation.scores import estimates
@@ -71,7 +71,7 @@ def build_evaluation_hook(run: TrainingConfig, flags: EvaluationConfig, flow: Fl
         num_samples=flags.evaluation_samples,
         seed=run.seed,
         held_out=unseen,
-        metrics=(*METRICS, *flags.evaluate_metric),
+        metrics=(*suited(METRICS, flow, real, unseen), *flags.evaluate_metric),
         medium=flow.space.medium,
     )
     if "likelihood" in flags.evaluate_metric:  # refused now, and not at the first evaluation

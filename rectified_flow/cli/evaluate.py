@@ -16,7 +16,7 @@ from rectified_flow.data.store import ImageDataset
 from rectified_flow.distributed import check_equal, on_main
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation import scores  # noqa: F401 -- it registers scores
-from rectified_flow.evaluation.evaluator import Comparison, Evaluator
+from rectified_flow.evaluation.evaluator import Comparison, Evaluator, suited
 from rectified_flow.evaluation.features import RealData, RenderedItems
 from rectified_flow.evaluation.heldout import HeldOutPictures, divided
 from rectified_flow.flags import plain
@@ -50,7 +50,7 @@ def evaluate(config: EvaluateConfig) -> None:
         seed=measure.seed,
         batch_size=config.model.batch_size,
         held_out=held_out,
-        metrics=measure.metric or flow.space.medium.metrics,
+        metrics=measure.metric or suited(flow.space.medium.metrics, flow, dataset, held_out),
         medium=flow.space.medium,
     )
     settings = _settings(config, trained, state)

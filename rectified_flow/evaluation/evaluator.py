@@ -211,6 +211,18 @@ class Evaluator:
         return data, rows, self._given[flow]
 
 
+def knows_targets(flow: Flow, data: RealData) -> bool:
+    """Return whether each of some data is the target of a source from which the flow makes a sample."""
+    return flow.takes_source and not getattr(data, "is_unpaired", False)
+
+
+def suited(metrics: Sequence[str], flow: Flow, training: RealData, held_out: RealData | None) -> list[str]:
+    """Return the metrics without ``copies`` if a sample should be like a training picture, its own target."""
+    if held_out is None and knows_targets(flow, training):
+        return [name for name in metrics if name != "copies"]
+    return [*metrics]
+
+
 def beside_nearest(images: Tensor, features: Tensor, real: Tensor, data: RealData) -> Tensor:
     """Return images, each followed by the training images with the nearest features.
 

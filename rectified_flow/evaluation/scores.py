@@ -30,7 +30,7 @@ from rectified_flow.condition import Values, WrittenCondition, written
 from rectified_flow.distributed import map_over_ranks, on_main
 from rectified_flow.errors import RunError, UsageError
 from rectified_flow.evaluation.distances import FIELDS, frechet_distance, kernel_distance
-from rectified_flow.evaluation.evaluator import AT_ONCE, Comparison, conditions_of, render_sources
+from rectified_flow.evaluation.evaluator import AT_ONCE, Comparison, conditions_of, knows_targets, render_sources
 from rectified_flow.evaluation.features import RealData, in_batches, stored_batch
 from rectified_flow.evaluation.heldout import MIN_HELD_OUT
 from rectified_flow.flows.flow import SOURCE, Flow
@@ -53,7 +53,7 @@ def translation(comparison: Comparison) -> dict[str, float]:
         ``partner_found``: the share of results whose partner is among the 10 nearest of all partners. Without partners,
         ``structure_found``: the share of results whose source is among the 10 nearest of all sources, by
         :func:`structure_of`. ``copy_`` and ``neighbour_`` before such a name: the score of the source itself, and of
-        the training picture that is nearest to the source.
+        the training picture that is nearest to the source, apart from its own target.
     """
     evaluator, flow = comparison.evaluator, comparison.flow
     if not flow.takes_source:
@@ -77,8 +77,11 @@ def translation(comparison: Comparison) -> dict[str, float]:
         f"copy_{network.frechet_name}": frechet_distance(real, copies),
         f"copy_{network.kernel_name}": kernel_distance(real, copies, evaluator.seed)[0],
     }
-    neighbours = torch.cdist(copies, real).argmin(dim=1)
-    if getattr(data, "is_unpaired", False):
+    distances = torch.cdist(copies, real)
+    if data is evaluator.dataset and knows_targets(flow, data):  # the own target is one of the training pictures
+        distances[range(count), rows[:count]] = torch.inf
+    neighbours = distances.argmin(dim=1)
+    if not knows_targets(flow, data):
         wanted, own = structure_of(copied_colours), {"": colours, "neighbour_": real_colours[neighbours]}
         return scores | {f"{name}structure_found": found(structure_of(each), wanted) for name, each in own.items()}
     partners, _ = features_of(lambda numbers: data.read_pictures([rows[number] for number in numbers]))
