@@ -166,11 +166,26 @@ def test_a_folder_that_is_no_model_of_the_hub(tmp_path: Path) -> None:
         load_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize("has_card", [False, True])
-def test_a_model_is_uploaded_with_its_card_unless_the_hub_has_one(
-    has_card: bool, monkeypatch: pytest.MonkeyPatch
+def test_a_card_is_that_of_the_weights_unless_it_was_edited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    card = tmp_path / "README.md"
+    save_pretrained(FLOWS["rectified"](), tmp_path)
+    save_pretrained(FLOWS["rectified"](), tmp_path, metadata={"license": "mit"})
+    assert "license: mit" in card.read_text()
+    assert "README.md was edited" not in capsys.readouterr().out
+    for edited in (card.read_text().replace("M parameters", "million parameters"), card.read_text() + "\n", "mine"):
+        card.write_text(edited)
+        save_pretrained(FLOWS["mean"](), tmp_path)
+        assert card.read_text() == edited
+        assert f"{card} was edited and stays" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("there", ["none", "written", "edited"])
+def test_a_model_is_uploaded_with_its_card_unless_that_was_edited_on_the_hub(
+    there: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     flow, uploaded = FLOWS["rectified"](), dict[str, str]()
+    save_pretrained(FLOWS["mean"](), tmp_path)
+    before = (tmp_path / "README.md").read_text() + "edited" * (there == "edited")
 
     def create_repo(_api: HfApi, repo_id: str, **options: Any) -> SimpleNamespace:
         assert options == {"private": True, "exist_ok": True}
@@ -179,13 +194,19 @@ def test_a_model_is_uploaded_with_its_card_unless_the_hub_has_one(
     def upload_folder(
         _api: HfApi, *, repo_id: str, folder_path: str, commit_message: str, ignore_patterns: list[str]
     ) -> str:
-        assert ignore_patterns == ["*.manifest.*"] + ["README.md"] * has_card
+        assert ignore_patterns == ["*.manifest.*"] + ["README.md"] * (there == "edited")
         same(load_pretrained(folder_path), flow)
         uploaded[repo_id] = (Path(folder_path) / "README.md").read_text()
         return f"https://huggingface.co/{repo_id}/commit/1"
 
+    def hf_hub_download(_api: HfApi, repo_id: str, filename: str, *, local_dir: str) -> str:
+        assert repo_id == "me/flowers"
+        (Path(local_dir) / filename).write_text(before)
+        return str(Path(local_dir) / filename)
+
     monkeypatch.setattr(HfApi, "create_repo", create_repo)
-    monkeypatch.setattr(HfApi, "file_exists", lambda _api, repo_id, name: has_card and name == "README.md")
+    monkeypatch.setattr(HfApi, "file_exists", lambda _api, repo_id, name: there != "none" and name == "README.md")
+    monkeypatch.setattr(HfApi, "hf_hub_download", hf_hub_download)
     monkeypatch.setattr(HfApi, "upload_folder", upload_folder)
     assert push_to_hub(flow, "flowers", private=True) == "https://huggingface.co/me/flowers/commit/1"
     assert 'flow = load_pretrained("me/flowers")' in uploaded["me/flowers"]

@@ -1,6 +1,7 @@
 """The model card of a flow, and what a run adds to it."""
 
 import json
+from hashlib import sha256
 from pathlib import Path
 from typing import TypedDict, Unpack
 
@@ -13,6 +14,7 @@ from rectified_flow.registry import Document, describe
 from rectified_flow.runs.training_config import TrainingConfig
 
 LIBRARY = "rectified-flow-trainer"
+SEAL = "\n<!-- The next model replaces this card unless it is edited. SHA-256 of the text above: "
 CARD_TEMPLATE = Path(__file__).with_name("model_card.md")
 
 
@@ -51,6 +53,20 @@ def model_card(flow: Flow, *, repo_id: str | None = None, **contents: Unpack[Car
         repo_id=repo_id,
         **contents,
     )
+
+
+def sealed(card: object) -> str:
+    """Return the text of a card with the hash of the text below it, by which :func:`is_unedited` knows the card."""
+    return f"{card}{SEAL}{sha256(str(card).encode()).hexdigest()} -->\n"
+
+
+def is_unedited(card: Path) -> bool:
+    """Return whether a file is a card as this project wrote it, which the card of other weights may replace."""
+    if card.is_symlink() or not card.is_file():
+        return False
+    written = card.read_bytes().decode(errors="replace")
+    text, seal, _ = written.rpartition(SEAL)
+    return bool(seal) and sealed(text) == written
 
 
 def card_of_run(trained: Trained, license_name: str | None) -> CardContents:

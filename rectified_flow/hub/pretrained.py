@@ -7,16 +7,18 @@ from tempfile import TemporaryDirectory
 from typing import Any, Unpack
 
 from huggingface_hub import HfApi, snapshot_download
+from tqdm.auto import tqdm
 
 from rectified_flow.errors import UsageError
 from rectified_flow.flows.flow import Flow, network_of
-from rectified_flow.hub.card import CardContents, model_card
+from rectified_flow.hub.card import CardContents, is_unedited, model_card, sealed
 from rectified_flow.load import build_flow
 from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.folder import is_run
 from rectified_flow.system.artifact import claim
 from rectified_flow.system.files import replace_file
+from rectified_flow.system.terminal import line
 
 CONFIG_FILE, CARD_FILE = "config.json", "README.md"
 PIPELINE_INDEX, PIPELINE_FOLDER = "model_index.json", "flow"
@@ -32,7 +34,7 @@ def save_pretrained(
 
     Args:
         flow: the flow.
-        folder: the folder, made if it does not exist. A card that is there already stays.
+        folder: the folder, made if it does not exist. A card that was edited there stays, with a message.
         repo_id: the id of the model on the hub, for the code of the card.
         card: contents of the model card.
 
@@ -50,8 +52,15 @@ def save_pretrained(
     replace_file(folder / PIPELINE_INDEX, json.dumps(classes, indent=1))
     for place in (folder, folder / PIPELINE_FOLDER):
         replace_file(place / PIPELINE.name, PIPELINE.read_bytes())
-    if not lexists(folder / CARD_FILE):  # nor a link that leads nowhere
-        replace_file(folder / CARD_FILE, str(model_card(flow, repo_id=repo_id, **card)))
+    if is_unedited(folder / CARD_FILE) or not lexists(folder / CARD_FILE):  # nor a link that leads nowhere
+        claim(folder, [CARD_FILE], proven=True)
+        replace_file(folder / CARD_FILE, sealed(model_card(flow, repo_id=repo_id, **card)))
+    else:
+        _report_kept(str(folder / CARD_FILE))
+
+
+def _report_kept(card: str) -> None:
+    tqdm.write(line("card", f"{card} was edited and stays; remove it to get the card of these weights"))
 
 
 def claim_model(folder: Path) -> None:
@@ -88,7 +97,7 @@ def push_to_hub(
     token: str | None = None,
     **card: Unpack[CardContents],
 ) -> str:
-    """Upload a flow with its model card to the Hugging Face hub. A card that is there already stays.
+    """Upload a flow with its model card to the Hugging Face hub. A card that was edited there stays, with a message.
 
     Args:
         flow: the flow.
@@ -102,7 +111,10 @@ def push_to_hub(
     """
     api = HfApi(token=token)
     repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-    kept = [CARD_FILE] if api.file_exists(repo_id, CARD_FILE) else []  # its owner may have edited it on the hub
+    kept = list[str]()
+    if api.file_exists(repo_id, CARD_FILE) and not _is_unedited_on_hub(api, repo_id):
+        _report_kept(f"{CARD_FILE} of {repo_id}")
+        kept.append(CARD_FILE)
     with TemporaryDirectory() as folder:
         save_pretrained(flow, folder, repo_id=repo_id, **card)
         commit = api.upload_folder(
@@ -112,3 +124,8 @@ def push_to_hub(
             commit_message="Upload the model",
         )
         return str(commit)
+
+
+def _is_unedited_on_hub(api: HfApi, repo_id: str) -> bool:
+    with TemporaryDirectory() as folder:  # a file of the hub's cache is a link
+        return is_unedited(Path(api.hf_hub_download(repo_id, CARD_FILE, local_dir=folder)))
