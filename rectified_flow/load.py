@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import torch
 from typing_extensions import TypeVar
 
-from rectified_flow.data.description import RunData, described_data
+from rectified_flow.data.description import PictureData, RunData, described_data
 from rectified_flow.errors import UsageError
 from rectified_flow.flows import mean, rectified  # noqa: F401  they register the flows
 from rectified_flow.flows.flow import Flow, network_of, sampling_defaults
@@ -20,6 +21,7 @@ from rectified_flow.runs.checkpoint import FLOW_FILE, RunIdentity
 from rectified_flow.runs.folder import is_run, read_config
 from rectified_flow.runs.training_config import CHECKPOINTS
 from rectified_flow.spaces.degradations import Degradation
+from rectified_flow.spaces.pictures import Pictures
 from rectified_flow.system.artifact import read_manifest
 from rectified_flow.system.files import check_document, read_document
 
@@ -123,6 +125,15 @@ def read_trained(source: Path, path: Path | None = None) -> Trained:
         run=checkpoint.load_state(source).run if checkpoint.STATE_FILE in files else None,
         config=read_config(source / checkpoint.CONFIG_FILE) if checkpoint.CONFIG_FILE in files else {},
     )
+
+
+def reading_of(trained: Trained) -> dict[str, Any]:
+    """Return the framing of the training pictures, or of the sources of a translation, as arguments of ``read``."""
+    data = trained.data
+    if not isinstance(data, PictureData) or not isinstance(trained.flow.space.medium, Pictures):
+        return {}
+    given = data.pictures if data.sources is None else data.sources.described(data.pictures)
+    return {"bits": given.bits, "pad": given.crop == "none", "resize": given.resize}
 
 
 def model_hash(flow: Flow) -> str:

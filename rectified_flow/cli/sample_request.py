@@ -18,16 +18,14 @@ from rectified_flow.cli.model_flags import PicturesConfig
 from rectified_flow.cli.sample_names import Names, is_sheet
 from rectified_flow.condition import Labels, WrittenCondition, example_texts, read_written, written
 from rectified_flow.data.degraded import degraded
-from rectified_flow.data.description import PictureData
 from rectified_flow.data.sources.listing import find_files
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.evaluation.evaluator import AT_ONCE, render_sources
 from rectified_flow.flows.flow import SOURCE, Flow, sampling_defaults
-from rectified_flow.load import Trained
+from rectified_flow.load import Trained, reading_of
 from rectified_flow.randomness import Samples, deterministic
 from rectified_flow.spaces.degradations import Degradation
 from rectified_flow.spaces.medium import PREVIEW, Medium
-from rectified_flow.spaces.pictures import Pictures
 from rectified_flow.spaces.space import Space
 from rectified_flow.system.files import LONGEST, read_lines
 from rectified_flow.system.pictures import fit, open_picture, upright_size
@@ -226,15 +224,6 @@ def find_inputs(path: Path, medium: Medium) -> list[Path]:
         known = ", ".join(sorted(suffixes))
         raise UsageError(f"--from_images {path} is neither a file nor a folder of files that end with {known}")
     return files
-
-
-def reading_of(trained: Trained) -> dict[str, Any]:
-    """Return the framing of the training pictures, or of the sources of a translation, as arguments of ``read``."""
-    data = trained.data
-    if not isinstance(data, PictureData) or not isinstance(trained.flow.space.medium, Pictures):
-        return {}
-    given = data.pictures if data.sources is None else data.sources.described(data.pictures)
-    return {"bits": given.bits, "pad": given.crop == "none", "resize": given.resize}
 
 
 def _read(flag: str, path: Path, read: Callable[[Path], Tensor]) -> Tensor:

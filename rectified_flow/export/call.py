@@ -1,5 +1,8 @@
 """The network call of a flow, which an exported program computes, and its description for callers."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -85,14 +88,17 @@ def _example_of(kind: WrittenCondition, count: int) -> Tensor:
     return values.nan_to_num(LARGEST)
 
 
-def model_json(call: NetworkCall, degradation: Degradation | None = None) -> Document:
+def model_json(
+    call: NetworkCall, degradation: Degradation | None = None, reading: Mapping[str, Any] | None = None
+) -> Document:
     """Return the contents of ``model.json``: the inputs and output of the program, and the settings of sampling.
 
     Args:
         call: the program.
         degradation: the degradation that made the sources of the training, if one did.
+        reading: how the training read pictures, see :func:`reading_of`.
     """
-    flow = call.flow
+    flow, framing = call.flow, {"pad": False, "resize": "lanczos", **(reading or {})}
     return {
         "file": MODEL_FILE,
         "kind": "map" if call.is_map else "rectified",
@@ -119,4 +125,5 @@ def model_json(call: NetworkCall, degradation: Degradation | None = None) -> Doc
         }
         if flow.takes_source
         else None,
+        "framing": {name: framing[name] for name in ("pad", "resize")},
     }

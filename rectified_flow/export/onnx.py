@@ -14,7 +14,7 @@ from rectified_flow.errors import RunError, UsageError, first_line
 from rectified_flow.export.call import DECODER_FILE, MODEL_FILE, NetworkCall, model_json
 from rectified_flow.export.format import Export, Files, Stage
 from rectified_flow.exportable import Exportable, Inputs
-from rectified_flow.load import Trained
+from rectified_flow.load import Trained, reading_of
 from rectified_flow.registry import Document, register
 
 DESCRIPTION = "model.json"
@@ -33,7 +33,7 @@ def onnx(trained: Trained, *, half: bool = False) -> Export:
         half: store matrices and convolutions in float16.
     """
     call = NetworkCall(trained.flow)
-    return programs(call, model_json(call, trained.degradation), half=half)
+    return programs(call, model_json(call, trained.degradation, reading_of(trained)), half=half)
 
 
 def programs(call: NetworkCall, description: Document, *, half: bool) -> Export:

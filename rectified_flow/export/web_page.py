@@ -10,7 +10,7 @@ from rectified_flow.errors import UsageError
 from rectified_flow.export.call import NetworkCall, model_json
 from rectified_flow.export.format import Export, Files
 from rectified_flow.export.onnx import described, programs
-from rectified_flow.load import Trained, model_hash
+from rectified_flow.load import Trained, model_hash, reading_of
 from rectified_flow.registry import Document, register
 from rectified_flow.spaces.degradations import Degradation, Downsample, Grey
 from rectified_flow.spaces.pictures import RGB
@@ -40,7 +40,7 @@ def page(trained: Trained, *, half: bool = False, metadata: bool = True) -> Expo
     # a preview of a flow from pictures shows pictures of the data, which need not be public
     thumbnail = None if flow.takes_source else newest_samples(trained.run_folder)
     sources = page_sources(thumbnail)
-    description = model_json(call, trained.degradation) | {
+    description = model_json(call, trained.degradation, reading_of(trained)) | {
         "hash": model_hash(flow),
         "metadata": PACKET if metadata else None,
     }

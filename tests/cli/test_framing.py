@@ -16,12 +16,13 @@ from rectified_flow.cli import choices, facts, plan, reading
 from rectified_flow.cli.data import build_space, find_data
 from rectified_flow.cli.framing import FramedFlags, framing_of
 from rectified_flow.cli.record import with_record
-from rectified_flow.cli.sample_request import load_mask, reading_of
+from rectified_flow.cli.sample_request import load_mask
 from rectified_flow.cli.settings import Settings, read_settings
 from rectified_flow.cli.training_flags import TrainConfig
 from rectified_flow.data.description import PictureData, Sources
 from rectified_flow.data.open import Pictures, space_of_folder
 from rectified_flow.errors import UsageError
+from rectified_flow.load import reading_of
 from rectified_flow.measurements.folder import FieldFolder
 from rectified_flow.runs.training_config import TrainingConfig
 from rectified_flow.spaces.pixels import Pixels

@@ -33,7 +33,7 @@ from tests.text.tiny_encoder import tiny_encoder
 
 pytestmark = pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
 SHAPE = (3, 8, 8)
-MODULES = {name: f"{name}.js" for name in ("noise", "conditions", "sampler", "metadata")}
+MODULES = {name: f"{name}.js" for name in ("noise", "conditions", "sampler", "metadata", "picture")}
 MODULES["tokenizers"] = "tokenizers/tokenizers.min.js"
 EXAMPLES = ("a red flower", "two blue flowers, and a cat")
 QUANTILES = (0.0, 1.5, 3.0, 8.0, 20.0)
@@ -245,6 +245,24 @@ def test_pictures_are_degraded_as_in_python(page_folder: Path, degradation: Degr
     found = torch.tensor(run(page_folder, body, model=model, x=x.flatten().tolist())).reshape(x.shape)
     expected = degradation(x) if degradation is not None and degradation.is_projection else x
     assert (found - expected).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("framing", [{}, {"bits": 16, "pad": True, "resize": "nearest"}])
+def test_a_picture_is_framed_as_in_training(page_folder: Path, framing: dict[str, Any]) -> None:
+    """A wide picture is cropped at both sides, or has margins above and below; the browser draws what is inside."""
+    model: dict[str, Any] = model_json(NetworkCall(flow_of(RectifiedFlow, None)), None, framing)
+    body = """
+    const drawn = [], surface = {
+      fillRect() {}, drawImage: (_picture, ...places) => drawn.push(...places), getImageData: () => ({ data: null }),
+    };
+    globalThis.OffscreenCanvas = class { getContext() { return surface; } };
+    globalThis.createImageBitmap = async () => ({ width: 32, height: 16, close() {} });
+    await picture.readPicture(null, [3, 8, 8], given.model.framing);
+    return { drawn, smooth: surface.imageSmoothingEnabled, fill: surface.fillStyle };
+    """
+    found = run(page_folder, body, model=model)
+    source = [0, -8, 32, 32] if framing else [8, 0, 16, 16]
+    assert found == {"drawn": [*source, 0, 0, 8, 8], "smooth": not framing, "fill": "white"}
 
 
 def test_a_stroke_covers_the_pixels_near_its_way(page_folder: Path) -> None:

@@ -10,10 +10,15 @@ from urllib.request import urlopen
 
 import pytest
 
+from rectified_flow.data.description import PictureData
+from rectified_flow.data.open import Pictures
 from rectified_flow.errors import UsageError
 from rectified_flow.export.call import NetworkCall
 from rectified_flow.export.web_page import check_page, newest_samples, page_sources
 from rectified_flow.flows.rectified import RectifiedFlow
+from rectified_flow.registry import describe
+from rectified_flow.runs import checkpoint
+from rectified_flow.runs.checkpoint import CONFIG_FILE, FLOW_FILE
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.text.caption import Caption
 from rectified_flow.text.encoders import BagOfWords
@@ -87,6 +92,18 @@ def test_an_export_shows_its_progress_and_a_page_has_a_version(
     sizes = json.loads((exported / "model.json").read_text())["sizes"]
     assert {"model.onnx", "ort/ort-wasm-simd-threaded.wasm"} < sizes.keys()
     assert all((exported / name).stat().st_size == size for name, size in sizes.items())
+
+
+@pytest.mark.parametrize("format_", ["page", "onnx"])
+def test_the_description_has_the_framing_of_the_training(format_: str, tmp_path: Path) -> None:
+    flow = RectifiedFlow(unet_with(), space=Pixels((3, 8, 8)))
+    data = PictureData(Pictures("synthetic-flowers", image_size=8, crop="none", resize="nearest"))
+    documents = {FLOW_FILE: describe(flow), CONFIG_FILE: {"data": describe(data), "training": {"seed": 0}}}
+    checkpoint.save(tmp_path / "checkpoints", 1, {checkpoint.MODEL_FILE: flow.network.state_dict()}, documents)
+    with stand_in():
+        call("export.py", "--checkpoint", tmp_path, "--format", format_)
+    described = json.loads((tmp_path / "exported/model.json").read_text())
+    assert described["framing"] == {"pad": True, "resize": "nearest"}
 
 
 def test_the_page_is_served_and_opened(

@@ -343,7 +343,7 @@ async function take(file) {
   const mine = ++taken;
   await beginning;
   if (!takesPicture()) return fail("This model generates pictures from noise alone.");
-  const rgba = await readPicture(file, shape).catch(() => null);
+  const rgba = await readPicture(file, shape, model.framing).catch(() => null);
   if (mine !== taken) return;
   if (rgba) give(degraded(model, fromPixels(rgba, shape[0])));
   else fail(`${file.name} is not a picture that this browser can read, or is too large. Choose a PNG, JPEG or WebP file.`);

@@ -8,15 +8,16 @@ const STRIDE = 0.05; // of the brush at each press of an arrow key, as a share o
 const WAYS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
 const at = (id) => document.getElementById(id);
 
-/** The pixels RGBA of a file, resized and cropped to `shape`. */
-export async function readPicture(file, [, height, width]) {
+/** The pixels RGBA of a file, resized to `shape` and cropped or padded with white, as the framing of model.json says. */
+export async function readPicture(file, [, height, width], { pad, resize }) {
   const picture = await createImageBitmap(file);
   try {
-    const side = Math.min(picture.width / width, picture.height / height);
+    const side = (pad ? Math.max : Math.min)(picture.width / width, picture.height / height);
     const [wide, high] = [side * width, side * height];
     const surface = new OffscreenCanvas(width, height).getContext("2d");
+    surface.imageSmoothingEnabled = resize !== "nearest";
     surface.imageSmoothingQuality = "high";
-    surface.fillStyle = "white"; // behind what is transparent, as in sample.py
+    surface.fillStyle = "white"; // behind what is transparent and in margins, as in sample.py
     surface.fillRect(0, 0, width, height);
     const [left, top] = [(picture.width - wide) / 2, (picture.height - high) / 2];
     surface.drawImage(picture, left, top, wide, high, 0, 0, width, height);
