@@ -35,13 +35,14 @@ def page(trained: Trained, *, half: bool = False, metadata: bool = True) -> Expo
         half: store matrices and convolutions in float16.
         metadata: have the page write seed, settings and the mark of generated pictures into pictures that it saves.
     """
+    fingerprint = model_hash(trained.flow)  # that of samples, before the call freezes all parameters
     flow, call = trained.flow, NetworkCall(trained.flow)
     check_page(call, trained.degradation)
     # a preview of a flow from pictures shows pictures of the data, which need not be public
     thumbnail = None if flow.takes_source else newest_samples(trained.run_folder)
     sources = page_sources(thumbnail)
     description = model_json(call, trained.degradation, reading_of(trained)) | {
-        "hash": model_hash(flow),
+        "hash": fingerprint,
         "metadata": PACKET if metadata else None,
     }
     export = programs(call, description, half=half)

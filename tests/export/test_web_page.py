@@ -14,14 +14,16 @@ from rectified_flow.data.description import PictureData
 from rectified_flow.data.open import Pictures
 from rectified_flow.errors import UsageError
 from rectified_flow.export.call import NetworkCall
-from rectified_flow.export.web_page import check_page, newest_samples, page_sources
+from rectified_flow.export.web_page import check_page, newest_samples, page, page_sources
 from rectified_flow.flows.rectified import RectifiedFlow
+from rectified_flow.load import model_hash, read_trained
 from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.checkpoint import CONFIG_FILE, FLOW_FILE
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.text.caption import Caption
 from rectified_flow.text.encoders import BagOfWords
+from tests.extension.own_adapter import Adapted
 from tests.programs import call, stand_in
 from tests.tiny_flows import unet_with, write
 
@@ -104,6 +106,13 @@ def test_the_description_has_the_framing_of_the_training(format_: str, tmp_path:
         call("export.py", "--checkpoint", tmp_path, "--format", format_)
     described = json.loads((tmp_path / "exported/model.json").read_text())
     assert described["framing"] == {"pad": True, "resize": "nearest"}
+
+
+def test_the_hash_is_that_of_samples_also_with_frozen_weights(tmp_path: Path) -> None:
+    """Weights that the network itself loads are not hashed; a page needs no gradients and freezes the others."""
+    trained = read_trained(write(RectifiedFlow(Adapted(8), space=Pixels((3, 8, 8))), tmp_path))
+    before = model_hash(trained.flow)
+    assert json.loads(page(trained).finish({})["model.json"])["hash"] == before
 
 
 def test_the_page_is_served_and_opened(
