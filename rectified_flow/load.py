@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from rectified_flow.runs.checkpoint import FLOW_FILE, RunIdentity
 from rectified_flow.runs.folder import is_run, read_config
 from rectified_flow.runs.training_config import CHECKPOINTS
 from rectified_flow.spaces.degradations import Degradation
-from rectified_flow.spaces.pictures import Pictures
 from rectified_flow.system.artifact import read_manifest
 from rectified_flow.system.files import check_document, read_document
 
@@ -128,12 +128,14 @@ def read_trained(source: Path, path: Path | None = None) -> Trained:
 
 
 def reading_of(trained: Trained) -> dict[str, Any]:
-    """Return the framing of the training pictures, or of the sources of a translation, as arguments of ``read``."""
+    """Return the framing of the training data, or of their sources, as those arguments that the medium's ``read`` takes."""
     data = trained.data
-    if not isinstance(data, PictureData) or not isinstance(trained.flow.space.medium, Pictures):
+    if not isinstance(data, PictureData):
         return {}
     given = data.pictures if data.sources is None else data.sources.described(data.pictures)
-    return {"bits": given.bits, "pad": given.crop == "none", "resize": given.resize}
+    how = {"bits": given.bits, "pad": given.crop == "none", "resize": given.resize}
+    taken = signature(trained.flow.space.medium.read).parameters
+    return {name: value for name, value in how.items() if name in taken}
 
 
 def model_hash(flow: Flow) -> str:

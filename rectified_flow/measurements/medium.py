@@ -77,14 +77,24 @@ class Measurements(Medium):
         return {suffix, suffix.replace(".tif", ".tiff")}
 
     @override
-    def read(self, file: Path) -> Tensor:
-        """Read a field of the type of the sources, or of the data; float32 in physical units, of this shape."""
+    def read(self, file: Path, *, pad: bool = False) -> Tensor:
+        """Read a field of the type of the sources, or of the data; float32 in physical units, of this shape.
+
+        Args:
+            file: the file.
+            pad: pad the whole field, as :func:`fit_field` does, instead of cropping its centre.
+        """
         sources = self.space.source_space
         values, how, _ = read_field(file, sources.files["channels_last"])
         if str(how) != (wanted := sources.medium.noun):
             raise ValueError(f"it has {how}, not {wanted}")
         height, width = self.sides
-        return torch.from_numpy(fit_field(values, (width, height)).astype(np.float32))
+        field = torch.from_numpy(fit_field(values, (width, height), pad=pad).astype(np.float32))
+        undefined = ~(sources.encode(field).isfinite() | field.isnan())
+        if undefined.any():
+            name, value = type(sources.transform).__name__.lower(), field[undefined][0].item()
+            raise ValueError(f"it holds the value {value:g}, for which transform={name} is undefined")
+        return field
 
     @override
     def size_of(self, file: Path) -> tuple[int, int]:

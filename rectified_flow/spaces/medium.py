@@ -81,7 +81,7 @@ class Medium:
     def read(self, file: Path) -> Tensor:
         """Read a file ``[c, h, w]`` of one of the ``input_suffixes``, for :meth:`stored`.
 
-        A medium of pictures also takes the framing of training pictures: ``bits``, ``pad`` and ``resize``.
+        Media also take what they use of the framing of training pictures: ``bits``, ``pad`` and ``resize``.
 
         Raises:
             Exception: of many types, if the file cannot be read.

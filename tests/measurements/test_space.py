@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from rectified_flow import MeanFlow, RectifiedFlow
+from rectified_flow.data.description import PictureData
+from rectified_flow.data.open import Pictures, open_dataset
 from rectified_flow.errors import UsageError
+from rectified_flow.load import reading_of
 from rectified_flow.measurements.medium import ABOVE, BELOW, UNKNOWN, colour_map
 from rectified_flow.measurements.space import Asinh, Fields, Linear, Log, Transform
 from rectified_flow.randomness import BatchRows, deterministic
@@ -182,6 +186,32 @@ def test_sources_may_be_in_files_of_another_layout(tmp_path: Path) -> None:
     assert medium.size_of(tmp_path / "source.npy") == (8, 8)
     tiff = Fields((3, 8, 8), (0.0,) * 3, (1.0,) * 3, files=of_targets | {"suffix": ".tif"})
     assert {".tif", ".tiff"} == {*replace(medium.space, sources=tiff).medium.input_suffixes}
+
+
+def test_fields_for_sampling_are_framed_as_those_of_the_run(tmp_path: Path) -> None:
+    (tmp_path / "wide").mkdir()
+    for number in range(3):
+        np.save(tmp_path / f"wide/{number}.npy", np.tile(np.arange(16, dtype=np.float32) + number, (8, 1)))
+    for crop in ("none", "center"):
+        data = open_dataset("", tmp_path / "wide", image_size=8, space="Fields", crop=crop, cache_dir=tmp_path)  # type: ignore[arg-type]
+        assert isinstance(data.described, Pictures)
+        trained: Any = SimpleNamespace(data=PictureData(data.described), flow=SimpleNamespace(space=data.space))
+        field = data.space.medium.read(tmp_path / "wide/1.npy", **reading_of(trained))
+        assert torch.equal(field.nan_to_num(-1), data.read_batch([1])["images"][0].nan_to_num(-1))
+        assert field.isnan().any() == (crop == "none")
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, math.inf])
+def test_a_value_that_the_transform_does_not_take_is_named(value: float, tmp_path: Path) -> None:
+    medium = Fields((1, 8, 8), (1.0,), (2.0,), transform=Log()).medium
+    values = np.ones((1, 8, 8), np.float32)
+    values[0, 0, :2] = math.nan, value
+    np.save(tmp_path / "a.npy", values)
+    with pytest.raises(ValueError, match=f"it holds the value {value:g}, for which transform=log is undefined"):
+        medium.read(tmp_path / "a.npy")
+    values[0, 0, 1] = 1
+    np.save(tmp_path / "a.npy", values)
+    assert medium.read(tmp_path / "a.npy").isnan().sum() == 1
 
 
 def test_measurements_alone_have_this_space() -> None:
