@@ -85,8 +85,10 @@ class Measurements(Medium):
             pad: pad the whole field, as :func:`fit_field` does, instead of cropping its centre.
         """
         sources = self.space.source_space
-        values, how, _ = read_field(file, sources.files["channels_last"])
-        if str(how) != (wanted := sources.medium.noun):
+        values, how, file_type = read_field(file, sources.files["channels_last"])
+        wanted = FieldFormat(**sources.files)
+        # Integers of a file with a mark for unknown values are read as floating point.
+        if how.channels != wanted.channels or wanted.dtype not in (how.dtype, file_type):
             raise ValueError(f"it has {how}, not {wanted}")
         height, width = self.sides
         field = torch.from_numpy(fit_field(values, (width, height), pad=pad).astype(np.float32))

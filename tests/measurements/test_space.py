@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tifffile
 import torch
 from torch import Tensor, nn
 
@@ -212,6 +213,18 @@ def test_a_value_that_the_transform_does_not_take_is_named(value: float, tmp_pat
     values[0, 0, 1] = 1
     np.save(tmp_path / "a.npy", values)
     assert medium.read(tmp_path / "a.npy").isnan().sum() == 1
+
+
+def test_a_file_of_integers_may_have_a_mark_for_unknown_values(tmp_path: Path) -> None:
+    """Though its values are then read as floating point; files of another type are refused."""
+    values, nodata = np.arange(64, dtype=np.int16).reshape(8, 8), [(42113, "s", 0, "0", True)]
+    tifffile.imwrite(tmp_path / "a.tif", values, extratags=nodata, photometric="minisblack")
+    files = {"suffix": ".tif", "dtype": "int16", "channels": 1, "channels_last": False}
+    medium = Fields((1, 8, 8), (0.0,), (1.0,), files=files).medium
+    assert medium.read(tmp_path / "a.tif").nan_to_num(0).flatten().tolist() == [*range(64)]
+    medium = Fields((1, 8, 8), (0.0,), (1.0,), files=files | {"dtype": "uint16"}).medium
+    with pytest.raises(ValueError, match="it has 1 channel of float32, not 1 channel of uint16"):
+        medium.read(tmp_path / "a.tif")
 
 
 def test_measurements_alone_have_this_space() -> None:
