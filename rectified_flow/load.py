@@ -128,7 +128,7 @@ def read_trained(source: Path, path: Path | None = None) -> Trained:
 
 
 def reading_of(trained: Trained) -> dict[str, Any]:
-    """Return the framing of the training data, or of their sources, as those arguments that the medium's ``read`` takes."""
+    """Return the framing of the training data, or of their sources, as arguments of the medium's ``read``."""
     data = trained.data
     if not isinstance(data, PictureData):
         return {}

@@ -17,7 +17,7 @@ from rectified_flow.distributed import check_equal, on_main
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation import scores  # noqa: F401 -- it registers scores
 from rectified_flow.evaluation.evaluator import Comparison, Evaluator, suited
-from rectified_flow.evaluation.features import RealData, RenderedItems
+from rectified_flow.evaluation.features import RealData, RenderedItems, coloured_like_samples
 from rectified_flow.evaluation.heldout import HeldOutPictures, divided
 from rectified_flow.flags import plain
 from rectified_flow.load import RESULTS_FILE, Trained, autocast, model_hash, read_results
@@ -44,12 +44,12 @@ def evaluate(config: EvaluateConfig) -> None:
     dataset, held_out, losses = real_data(trained, **places)
     _check_data(trained, dataset, state)
     evaluator = Evaluator(
-        dataset,
+        coloured_like_samples(dataset, flow.space),
         measure.feature_network,
         num_samples=measure.num_samples,
         seed=measure.seed,
         batch_size=config.model.batch_size,
-        held_out=held_out,
+        held_out=None if held_out is None else coloured_like_samples(held_out, flow.space),
         metrics=measure.metric or suited(flow.space.medium.metrics, flow, dataset, held_out),
         medium=flow.space.medium,
     )

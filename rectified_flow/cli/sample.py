@@ -26,8 +26,8 @@ from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.features import (
     GREY_LEVELS,
     RealData,
-    RenderedItems,
     average_colours,
+    coloured_like_samples,
     reference_features,
 )
 from rectified_flow.flags import with_values
@@ -110,8 +110,7 @@ def sample(config: SampleConfig) -> None:
     if flags.nearest is not None:  # a folder is where the training pictures are now
         data = real_data(trained, dataset_path=next(iter(flags.nearest), None))[0]
         warn_of_other_data(trained, data, state)
-        if "copies" not in trained.flow.space.medium.metrics:  # not the scale and the colours of the stored data
-            data = RenderedItems(data, trained.flow.space, data.info.source)
+        data = coloured_like_samples(data, trained.flow.space)
     folder = flags.output_dir or trained.run_folder / ("generated" if like is None else "like")
     with ExitStack() as held:
         names, sheets = on_main(state, lambda: _claim(folder, request.names, trained.flow.space.medium, flags, held))

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from rectified_flow import randomness
-from rectified_flow.data.store import ImageDataset
 from rectified_flow.distributed import join_processes, map_over_ranks
 from rectified_flow.evaluation import FeatureNetwork
 from rectified_flow.evaluation.distances import Metric, RealFeatures, nearest, nearness
@@ -59,7 +58,7 @@ class Evaluator:
         num_samples: int,
         seed: int = 0,
         batch_size: int = 64,
-        held_out: ImageDataset | None = None,
+        held_out: RealData | None = None,
         metrics: Sequence[str] = METRICS,
         medium: Medium | None = None,
     ) -> None:

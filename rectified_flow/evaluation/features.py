@@ -21,6 +21,7 @@ from rectified_flow.errors import UsageError, first_line
 from rectified_flow.evaluation import FeatureNetwork
 from rectified_flow.flows.flow import SOURCE, Flow
 from rectified_flow.spaces.medium import Medium
+from rectified_flow.spaces.pictures import Pictures
 from rectified_flow.spaces.space import Space
 from rectified_flow.system.artifact import Artifact
 from rectified_flow.system.signals import raise_if_stop_requested
@@ -138,7 +139,8 @@ class RenderedItems(Dataset[Batch]):
 
     def __init__(self, items: Dataset[object], space: Space, name: str) -> None:
         self.items, self.space = items, space
-        self.info = SimpleNamespace(source=name, image_size=None, framing=None)
+        self.info = getattr(items, "info", None) or SimpleNamespace(source=name, image_size=None, framing=None)
+        self.is_unpaired = getattr(items, "is_unpaired", False)
         self.conditions: ConditionSpecs = getattr(items, "conditions", {})
         self.class_names: list[str] = list(getattr(self.conditions.get("labels"), "names", ()))
         self.fingerprint = fingerprint_of(items)
@@ -161,6 +163,13 @@ class RenderedItems(Dataset[Batch]):
 
 
 RealData = ImageDataset | RenderedItems  # data to which samples are compared
+
+
+def coloured_like_samples(data: RealData, space: Space) -> RealData:
+    """Return data whose pictures have the colours of a flow's samples, whose space may have another range and map."""
+    if isinstance(data, RenderedItems) or isinstance(space.medium, Pictures):  # these colours are the data
+        return data
+    return RenderedItems(data, space, data.info.source)
 
 
 def stored_batch(data: Dataset[object], numbers: Sequence[int], flow: Flow) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,16 @@ import pytest
 import tifffile
 import torch
 from PIL import Image
+from torch import Tensor
 
 from rectified_flow.data.open import open_dataset
+from rectified_flow.evaluation import evaluator
+from rectified_flow.evaluation.features import average_colours
+from rectified_flow.flows.flow import Flow
 from rectified_flow.load import load_flow
 from rectified_flow.measurements.space import Fields
 from tests.contract.kinds import COUNT, SIDE, UNET, Runs
-from tests.programs import call, quick_program, refusal
+from tests.programs import call, quick_frechet_distance, quick_program, refusal
 from tests.ranks import run_on_ranks
 from tests.training.runs import losses
 
@@ -83,6 +87,25 @@ def test_the_nearest_fields_are_shown_in_the_colours_of_the_samples(
     call("sample.py", *f"{words} --nearest --output_dir {tmp_path}".split())
     [distance] = re.findall(r"the smallest distance is ([\d.]+) of 256", capsys.readouterr().out)
     assert float(distance) < 5
+
+
+def test_real_fields_are_compared_in_the_colours_of_the_samples(
+    floats: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real fields as samples have no distance, though the store shows another channel, without the logarithm."""
+    fields = torch.from_numpy(np.stack([np.load(floats.data / f"floats/{n:02}.npy") for n in range(COUNT)]))
+
+    def perfect(flow: Flow, numbers: list[int], **_: object) -> Iterator[tuple[list[int], Tensor]]:
+        yield numbers, flow.space.medium.render(flow.space.decode(flow.space.encode(fields[numbers])))
+
+    monkeypatch.setattr(evaluator, "sample_batches", perfect)
+    monkeypatch.setattr(evaluator, "load_features", lambda *_: average_colours())
+    flags = f"--checkpoint {floats.one} --metric frechet --num_samples {COUNT} --steps 1 --output_dir {tmp_path}"
+    with quick_frechet_distance():
+        call("evaluate.py", *flags.split())
+    [result] = json.loads((tmp_path / "evaluation.json").read_text())
+    assert result["distances"] == {"colours_8x8_frechet_distance": pytest.approx(0, abs=1e-6)}
+    assert (result["image_size"], result["framing"]["width"]) == (SIDE, SIDE)
 
 
 def test_the_page_of_a_one_step_model_shows_a_channel(floats: Runs, tmp_path: Path) -> None:
