@@ -178,8 +178,10 @@ def _claim(
         The names of the samples, without suffixes, and the names of the files of both sheets.
     """
     given = flags.from_images
-    if given is not None and (given if given.is_dir() else given.parent).resolve() == folder.resolve():
-        raise UsageError(f"--output_dir {folder} has the pictures of --from_images: choose another folder")
+    if given is not None:  # the next call would take the results for given pictures
+        place, of_results = (given if given.is_dir() else given.parent).resolve(), folder.resolve()
+        if of_results == place or (given.is_dir() and of_results.is_relative_to(place)):
+            raise UsageError(f"--output_dir {folder} lies in the folder of --from_images: choose another folder")
     claim(prepare_folder("output_dir", folder), ())  # refuse a checkpoint before writing the lock file
     busy = f"another process is writing to --output_dir {folder}"
     held.enter_context(locked(folder, "samples", busy, 0))

@@ -27,6 +27,7 @@ from rectified_flow.randomness import Samples, deterministic
 from rectified_flow.spaces.degradations import Degradation
 from rectified_flow.spaces.medium import PREVIEW, Medium
 from rectified_flow.spaces.space import Space
+from rectified_flow.system.artifact import claimed_names
 from rectified_flow.system.files import LONGEST, read_lines
 from rectified_flow.system.pictures import fit, open_picture, upright_size
 from rectified_flow.system.terminal import size_text
@@ -212,7 +213,7 @@ def cells_of(
 
 
 def find_inputs(path: Path, medium: Medium) -> list[Path]:
-    """Return the files of ``--from_images``, which is one or a folder of them."""
+    """Return the files of ``--from_images``, which is one or a folder of them, without the sheets of earlier calls."""
     suffixes = medium.input_suffixes
     if path.is_file():
         return [path]
@@ -220,6 +221,7 @@ def find_inputs(path: Path, medium: Medium) -> list[Path]:
     files = [file for file in found if file.suffix.lower() in suffixes]
     if medium.suffix:  # a folder of samples has pictures of them, too
         files = [file for file in files if not (file.name.endswith(PREVIEW) or is_sheet(file.name))]
+    files = [file for file in files if not (is_sheet(file.name) and file.name in claimed_names(file.parent))]
     if not files:
         known = ", ".join(sorted(suffixes))
         raise UsageError(f"--from_images {path} is neither a file nor a folder of files that end with {known}")

@@ -13,6 +13,7 @@ import pytest
 from filelock import FileLock
 from PIL import Image
 
+from rectified_flow.cli.sample_request import find_inputs
 from rectified_flow.cli.settings import read_settings
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.rectified import RectifiedFlow
@@ -212,7 +213,7 @@ def test_autoguidance_by_the_early_checkpoint(run: Path, tmp_path: Path, capfd: 
 def test_no_call_replaces_the_pictures_of_an_earlier_one(run: Path, tmp_path: Path) -> None:
     """Numbers go on for samples, for results of given pictures and for grids; each picture can be generated again."""
     (tmp_path / "given").mkdir()
-    write_picture(tmp_path / "given/nearest.png", np.zeros((8, 8, 3), dtype=np.uint8))
+    Image.new("RGB", (8, 8)).save(tmp_path / "given/nearest.png")
     write_picture(tmp_path / "mask.png", np.full((8, 8, 3), 255, dtype=np.uint8))
     flags = ["--checkpoint", run, "--steps", 1, "--output_dir", tmp_path / "made"]
     translated = [*flags, "--from_images", tmp_path / "given", "--mask", tmp_path / "mask.png"]
@@ -234,6 +235,18 @@ def test_no_call_replaces_the_pictures_of_an_earlier_one(run: Path, tmp_path: Pa
     draw("--checkpoint", run, "--output_dir", tmp_path / "again", "--like", tmp_path / "made/00004.png")
     again = pictures(tmp_path / "again")["00001-seed-1.png"]
     assert np.abs(again - pictures(tmp_path / "made")["00004.png"]).max() <= 1
+
+
+def test_grids_of_earlier_calls_are_no_pictures_to_start_from(run: Path, tmp_path: Path) -> None:
+    """A user's own picture may be called grid.png, too."""
+    flags = ["--checkpoint", run, "--steps", 1, "--num_samples", 2]
+    draw(*flags, "--output_dir", tmp_path / "made")
+    (tmp_path / "mine").mkdir()
+    shutil.copy(tmp_path / "made/grid.png", tmp_path / "mine")
+    medium = Pixels((3, 8, 8)).medium
+    assert [file.name for file in find_inputs(tmp_path / "made", medium)] == ["00000.png", "00001.png"]
+    assert [file.name for file in find_inputs(tmp_path / "mine", medium)] == ["grid.png"]
+    draw(*flags, "--from_images", tmp_path / "made/00000.png", "--output_dir", tmp_path / "made/further")
 
 
 def test_a_folder_that_another_process_draws_into_is_refused(run: Path, tmp_path: Path) -> None:
