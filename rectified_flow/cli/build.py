@@ -5,10 +5,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import torch
 from accelerate import PartialState
 from accelerate.utils import set_seed
 
-from rectified_flow.cli.model_flags import ModelConfig, SamplingConfig, SolverConfig
+from rectified_flow.cli.model_flags import ExportedConfig, ModelConfig, SamplingConfig, SolverConfig
 from rectified_flow.cli.training_flags import FlowConfig, Method, NetworkConfig, TrainConfig
 from rectified_flow.condition import ConditionSpecs, Picture, chosen
 from rectified_flow.data.metadata import identity_of
@@ -74,11 +75,16 @@ def load_trained(model: ModelConfig, state: PartialState) -> Trained:
     source = on_main(state, lambda: checkpoint.resolve(model.checkpoint))
     check_equal(state, lambda: {f"the manifest of {source}": checkpoint.fingerprint(source)})
     trained = read_trained(source, model.checkpoint)
-    if model.text_encoder is not None:
-        _move_text_encoder(trained, model.text_encoder)
-    trained.flow.space.medium.prepare(state.device, model.autoencoder)
+    prepare_parts(trained, model, state.device)
     to_device(trained.flow, state.device, model.mixed_precision)
     return trained
+
+
+def prepare_parts(trained: Trained, flags: ModelConfig | ExportedConfig, device: torch.device) -> None:
+    """Load the frozen parts of a flow, from where the flags say that they have moved."""
+    if flags.text_encoder is not None:
+        _move_text_encoder(trained, flags.text_encoder)
+    trained.flow.space.medium.prepare(device, flags.autoencoder)
 
 
 def _move_text_encoder(trained: Trained, source: str) -> None:

@@ -3,6 +3,7 @@
 import webbrowser
 from pathlib import Path
 
+from rectified_flow.cli.build import prepare_parts
 from rectified_flow.cli.model_flags import ExportConfig
 from rectified_flow.errors import UsageError
 from rectified_flow.export.format import write
@@ -21,6 +22,7 @@ def export(config: ExportConfig) -> None:
     choice = choose("format", "format", flags.format)
     options = arguments_from(flags, ("half", "metadata"), choice.target) | dict(choice.arguments)
     trained = read_trained(checkpoint.resolve(flags.checkpoint), flags.checkpoint)
+    prepare_parts(trained, flags, trained.flow.device)
     exported = choice.target(trained, **options)
     if flags.open and INDEX not in exported.names:
         raise UsageError(f"--open has no effect: the format {choice.target.__name__} has no page to open; leave it out")

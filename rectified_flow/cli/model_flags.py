@@ -190,6 +190,10 @@ class ExportedConfig(Flags):
     """onnx, page for a web page that samples in the browser, or a registered format, and its arguments."""
     output_dir: Annotated[Path | None, default_is("the run's folder/exported")] = None
     """Folder for the program and its model.json."""
+    autoencoder: str | None = None
+    """Folder or hub id of the autoencoder of a latent flow, if it has moved."""
+    text_encoder: str | None = None
+    """Folder or hub id of the text encoder of a flow with captions, if it has moved."""
     half: bool = False
     """Store weights in float16, half the size; the program still computes in float32."""
     open: Annotated[bool, flag(needs="format")] = False

@@ -13,7 +13,7 @@ from rectified_flow.data.description import PictureData, Sources
 from rectified_flow.data.open import Pictures
 from rectified_flow.load import load_flow
 from tests.contract.kinds import COUNT, LAST, SIDE, Runs, sample, write_png
-from tests.programs import assert_refused
+from tests.programs import assert_refused, quick_program
 
 
 @pytest.fixture
@@ -76,6 +76,12 @@ def test_a_text_encoder_that_has_moved(columns: Runs, tmp_path: Path) -> None:
     flags = "--steps 1 --num_samples 1 --prompt heart --set size=3 --text_encoder"
     assert columns.call("sample.py", f"{flags} {tmp_path}/encoder", tmp_path / "made") == ""
     assert "nowhere" in columns.call("sample.py", f"{flags} {tmp_path}/nowhere", tmp_path / "other")
+    flags = f"--format page --text_encoder {tmp_path}"
+    assert columns.call("export.py", f"{flags}/encoder", tmp_path / "exported", quick_program) == ""
+    said = columns.call("export.py", f"{flags}/nowhere", tmp_path / "exported", quick_program)
+    assert f"--text_encoder {tmp_path}/nowhere cannot be loaded" in said
+    said = columns.call("export.py", "--autoencoder x", tmp_path / "exported", quick_program)
+    assert "--autoencoder has no effect: the flow has no autoencoder" in said
 
 
 def test_columns_that_have_changed(columns: Runs, tmp_path: Path) -> None:
