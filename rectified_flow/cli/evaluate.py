@@ -1,6 +1,7 @@
 """evaluate.py: how near a trained flow's pictures are to the training pictures, on all processes together."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +88,9 @@ def _check_data(trained: Trained, dataset: RealData, state: PartialState) -> Non
 
 def warn_of_other_data(trained: Trained, dataset: RealData, state: PartialState) -> None:
     """Warn if a run was not trained on a dataset."""
-    # The fingerprint in a run with a teacher is that of the teacher's data, not of the pictures.
-    known = None if trained.run is None or trained.is_taught else trained.run.dataset
+    # The fingerprint in a run with a teacher is that of the teacher's data, and covers the sources of a translation.
+    lacks_sources = getattr(trained.data, "sources", None) is not None and getattr(dataset, "source", None) is None
+    known = None if trained.run is None or trained.is_taught or lacks_sources else trained.run.dataset
     if known not in (None, dataset.fingerprint):
         state.print(shown(f"warning: {dataset.info.source} is not, or no longer, what {trained.source} was trained on"))
 
@@ -110,6 +112,7 @@ def real_data(
     dataset_path: Path | None = None,
     source_path: Path | None = None,
     cache_dir: Path | None = None,
+    opens_sources: bool = True,
 ) -> tuple[RealData, ImageDataset | None, HeldOutPictures | None]:
     """Return the training data of a run, its held-out pictures, and those of the held-out loss. Collective.
 
@@ -118,11 +121,13 @@ def real_data(
         dataset_path: folder of the training pictures, if it has moved.
         source_path: folder of the sources, if it has moved.
         cache_dir: folder of decoded images, if it has moved.
+        opens_sources: otherwise, pictures are opened without a folder of sources.
     """
     data, space = trained.data or _data_of_shape(trained, dataset_path), trained.flow.space
     data = data.moved(dataset_path=dataset_path, source_path=source_path, cache_dir=cache_dir)
     if not isinstance(data, PictureData):
         return RenderedItems(with_sources(data.open(), data, space), space, data.name), None, None
+    data = data if opens_sources else replace(data, sources=None)
     pictures = with_sources(data.open(kinds=trained.flow.conditions), data, space)
     training, held_out = divided(pictures, data.holdout, data.seed)
     if held_out is None or trained.is_taught:  # a teacher's run learns no velocity on pictures

@@ -108,7 +108,7 @@ def sample(config: SampleConfig) -> None:
     card = CardContents() if model is None else card_of_run(trained, flags.license)
     data = None
     if flags.nearest is not None:  # a folder is where the training pictures are now
-        data = real_data(trained, dataset_path=next(iter(flags.nearest), None))[0]
+        data = real_data(trained, dataset_path=next(iter(flags.nearest), None), opens_sources=False)[0]
         warn_of_other_data(trained, data, state)
         data = coloured_like_samples(data, trained.flow.space)
     folder = flags.output_dir or trained.run_folder / ("generated" if like is None else "like")

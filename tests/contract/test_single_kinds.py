@@ -1,8 +1,10 @@
 """Tests of single kinds beyond the contract: transparency and crops, columns, and flows from pictures to pictures."""
 
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,8 @@ from PIL import Image
 from rectified_flow.data.description import PictureData, Sources
 from rectified_flow.data.open import Pictures
 from rectified_flow.load import load_flow
+from rectified_flow.runs.checkpoint import CONFIG_FILE
+from rectified_flow.system.artifact import MANIFEST
 from tests.contract.kinds import COUNT, LAST, SIDE, Runs, sample, write_png
 from tests.programs import assert_refused, quick_program
 
@@ -106,6 +110,22 @@ def test_the_preview_shows_sources_beside_samples(name: str, most: int, kind_run
     grid = pixels(runs.one / f"samples/{Path(LAST).name}.png")
     assert grid.shape == (SIDE + 4, 6 * (SIDE + 2) + 2, 3), "three pairs in a row"
     assert np.abs(grid[2 : 2 + SIDE, 2 : 2 + SIDE] - pixels(runs.data / "from/00.png")).max() <= most
+
+
+def test_the_nearest_pictures_are_found_without_the_sources(
+    paired: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = shutil.copytree(paired.one, tmp_path / "run")
+    for name in (CONFIG_FILE, f"{LAST}/{CONFIG_FILE}"):
+        (run / name).write_text((run / name).read_text().replace(f"{paired.data}/from", f"{tmp_path}/gone"))
+    manifest = json.loads((run / LAST / MANIFEST).read_text())
+    text = (run / LAST / CONFIG_FILE).read_bytes()
+    manifest["files"][CONFIG_FILE] = {"size": len(text), "sha256": sha256(text).hexdigest()}
+    (run / LAST / MANIFEST).write_text(json.dumps(manifest))
+    flags = f"--checkpoint {run} --from_images {paired.data}/from --num_samples 1 --steps 1"
+    sample(paired.kind, [*flags.split(), "--nearest", "--output_dir", str(tmp_path / "made")])
+    assert (tmp_path / "made/nearest.png").exists()
+    assert "warning" not in capsys.readouterr().out
 
 
 def test_variants_of_a_source_have_its_name_and_other_noise(paired: Runs, tmp_path: Path) -> None:
