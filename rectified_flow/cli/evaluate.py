@@ -37,6 +37,9 @@ def evaluate(config: EvaluateConfig) -> None:
     """Compare samples with the training data, and print and save the results; each process takes a share."""
     measure = config.samples
     state, trained, options = open_trained(config)
+    if "likelihood" in measure.metric and options.keys() & {"solver", "grid", "guidance"}:
+        own = "is measured without guidance, by a solver of its own"
+        raise UsageError(f"--metric likelihood {own}: pass --guidance_scale 1, and neither --solver nor --time_grid")
     flow, folder = trained.flow, measure.output_dir or trained.run_folder
     # Results that cannot be read or written end here, before hours of sampling.
     on_main(state, lambda: claim(prepare_folder("output_dir", folder), (RESULTS_FILE, NEIGHBOURS_FILE)))
