@@ -77,7 +77,9 @@ class SolverConfig(Flags):
 class PicturesConfig(Flags):
     """The images to sample."""
 
-    num_samples: Annotated[int | None, Interval(gt=0, le=10**8), default_is("64, or all translations")] = None
+    num_samples: Annotated[
+        int | None, Interval(gt=0, le=10**8), default_is("64; more for all translations or classes")
+    ] = None
     """Number of samples."""
     steps: Annotated[Positive | None, default_is("16 for a rectified flow, 1 for a mean flow")] = None
     """Sampling steps."""

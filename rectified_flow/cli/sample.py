@@ -299,5 +299,6 @@ def _write_nearest(data: RealData, outputs: Outputs, state: PartialState) -> Non
     near = data.read_pictures(found.indices.flatten().tolist()).unflatten(0, found.indices.shape)
     sheet = to_grid(torch.cat((shown[:, None], near), dim=1).flatten(0, 1), 1 + near.shape[1], texts=texts)
     path = write_picture(outputs.nearest, sheet, **outputs.metadata())
-    closest = found.values[:, 0].min()
-    tqdm.write(lines({"nearest": f"{path}, the smallest distance is {closest:.1f} of 256 grey levels"}))
+    closest = f"the smallest distance is {found.values[:, 0].min():.1f} of 256 grey levels"
+    compared = f", among the first {len(files)} samples" * (len(files) < len(outputs.pictures))
+    tqdm.write(lines({"nearest": f"{path}, {closest}{compared}"}))

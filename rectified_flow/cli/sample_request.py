@@ -70,6 +70,7 @@ def read_request(flags: PicturesConfig, trained: Trained, options: dict[str, Any
         raise UsageError(f"{source} translates pictures: pass some with --from_images")
     axes, texts = [axis_of(text, flow, source) for text in flags.grid or ()], written_conditions(flags, flow, source)
     options = options | {"steps": flags.steps or flow.default_steps}
+    most = max(map(len, texts.values()), default=0)  # values of a condition, such as all classes
     if axes:
         texts, options["draws"] = cells_of(dict(axes), texts)
     elif not texts and not has_pictures:
@@ -77,7 +78,7 @@ def read_request(flags: PicturesConfig, trained: Trained, options: dict[str, Any
     options["conditions"] = read_written(flow.conditions, texts)
     if flags.from_images is not None:
         return replace(_from_pictures(flags.from_images, flags, trained, options), texts=texts)
-    names = [""] * (len(options["draws"]) if axes else flags.num_samples or NUM_SAMPLES)
+    names = [""] * (len(options["draws"]) if axes else flags.num_samples or max(NUM_SAMPLES, most))
     if flags.prompts is not None:
         prompts = next(iter(texts.values()))  # they are written first
         slugs = ["-" + re.sub(r"\W+", "-", text).strip("-")[:60] for text in prompts]

@@ -7,12 +7,15 @@ import sys
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 from filelock import FileLock
 from PIL import Image
 
+from rectified_flow.cli import sample as sample_module
+from rectified_flow.cli import sample_request
 from rectified_flow.cli.sample_request import find_inputs
 from rectified_flow.cli.settings import read_settings
 from rectified_flow.flows.flow import Flow
@@ -145,6 +148,9 @@ def test_the_nearest_training_pictures_are_shown_with_their_distances(
     draw(*words.split(), "--nearest", "--output_dir", tmp_path / "both")
     result, both = (Image.open(tmp_path / f"both/{name}.png") for name in ("nearest", "nearest-2"))
     assert (result.size, both.width > 4 * side) == ((8, 8), True), "the result and the sheet have one name"
+    with patch.object(sample_module, "GRID_PICTURES", 1):
+        draw(*flags, "--strength", 0.001, "--nearest", "--output_dir", tmp_path / "some")
+    assert "of 256 grey levels, among the first 1 samples" in capfd.readouterr().out
     (tmp_path / "mine").rename(tmp_path / "moved")
     shutil.rmtree(tmp_path / "cache")
     words = f"--checkpoint {tmp_path}/run --num_samples 2 --steps 1 --output_dir {tmp_path}/two --nearest"
@@ -235,6 +241,15 @@ def test_no_call_replaces_the_pictures_of_an_earlier_one(run: Path, tmp_path: Pa
     draw("--checkpoint", run, "--output_dir", tmp_path / "again", "--like", tmp_path / "made/00004.png")
     again = pictures(tmp_path / "again")["00001-seed-1.png"]
     assert np.abs(again - pictures(tmp_path / "made")["00004.png"]).max() <= 1
+
+
+@pytest.mark.parametrize(("flags", "count"), [("", 3), ("--num_samples 1", 1), ("--classes cat", 2)])
+def test_each_class_that_is_asked_for_is_generated(
+    flags: str, count: int, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sample_request, "NUM_SAMPLES", 2)
+    draw("--checkpoint", run, "--steps", 1, *f"--classes cat,dog,cat {flags}".split(), "--output_dir", tmp_path)
+    assert len([*tmp_path.glob("0*.png")]) == count
 
 
 def test_grids_of_earlier_calls_are_no_pictures_to_start_from(run: Path, tmp_path: Path) -> None:
