@@ -44,8 +44,9 @@ def evaluate(config: EvaluateConfig) -> None:
     # Results that cannot be read or written end here, before hours of sampling.
     on_main(state, lambda: claim(prepare_folder("output_dir", folder), (RESULTS_FILE, NEIGHBOURS_FILE)))
     read_results(folder)
-    places = {"dataset_path": measure.dataset_path, "source_path": measure.source_path, "cache_dir": measure.cache_dir}
-    dataset, held_out, losses = real_data(trained, **places)
+    dataset, held_out, losses = real_data(
+        trained, dataset_path=measure.dataset_path, source_path=measure.source_path, cache_dir=measure.cache_dir
+    )
     _check_data(trained, dataset, state)
     evaluator = Evaluator(
         coloured_like_samples(dataset, flow.space),

@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -150,6 +151,6 @@ def test_a_run_on_data_that_cannot_be_opened_again(run: Path, tmp_path: Path) ->
     join_processes()
     with pytest.raises(UsageError, match="records no pictures: pass `dataset_path`"):
         real_data(read_trained(path))
-    places = {"dataset_path": run / "pictures", "cache_dir": tmp_path / "cache"}
+    places: dict[str, Any] = {"dataset_path": run / "pictures", "cache_dir": tmp_path / "cache"}
     expected, found = real_data(read_trained(source))[0], real_data(read_trained(path), **places)[0]
     assert found.fingerprint == expected.fingerprint

@@ -194,7 +194,7 @@ def test_fields_for_sampling_are_framed_as_those_of_the_run(tmp_path: Path) -> N
     for number in range(3):
         np.save(tmp_path / f"wide/{number}.npy", np.tile(np.arange(16, dtype=np.float32) + number, (8, 1)))
     for crop in ("none", "center"):
-        data = open_dataset("", tmp_path / "wide", image_size=8, space="Fields", crop=crop, cache_dir=tmp_path)  # type: ignore[arg-type]
+        data = open_dataset("", tmp_path / "wide", image_size=8, space="Fields", crop=crop, cache_dir=tmp_path)
         assert isinstance(data.described, Pictures)
         trained: Any = SimpleNamespace(data=PictureData(data.described), flow=SimpleNamespace(space=data.space))
         field = data.space.medium.read(tmp_path / "wide/1.npy", **reading_of(trained))
