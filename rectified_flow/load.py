@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -134,8 +133,7 @@ def reading_of(trained: Trained) -> dict[str, Any]:
         return {}
     given = data.pictures if data.sources is None else data.sources.described(data.pictures)
     how = {"bits": given.bits, "pad": given.crop == "none", "resize": given.resize}
-    taken = signature(trained.flow.space.medium.read).parameters
-    return {name: value for name, value in how.items() if name in taken}
+    return {name: how[name] for name in trained.flow.space.medium.framed_by}
 
 
 def model_hash(flow: Flow) -> str:

@@ -38,6 +38,7 @@ class Measurements(Medium):
     space: "Fields"
     items = "images"
     metrics = ("spectra",)
+    framed_by = ("pad",)
 
     def __init__(self, space: "Fields") -> None:
         super().__init__(space)

@@ -34,6 +34,8 @@ class Medium:
     """Data in the plural, for reports."""
     metrics: ClassVar[tuple[str, ...]] = ("frechet", "kernel", "copies", "manifold", "agreement", "translation")
     """Names of the registered metrics and scores that compare samples with real data by default."""
+    framed_by: ClassVar[tuple[str, ...]] = ()
+    """Arguments of :meth:`read` by which files are framed as in training: some of ``bits``, ``pad`` and ``resize``."""
     suffix: str = ""
     """Suffix of the files that hold generated data beside their pictures; empty if the pictures are all."""
 
@@ -81,7 +83,7 @@ class Medium:
     def read(self, file: Path) -> Tensor:
         """Read a file ``[c, h, w]`` of one of the ``input_suffixes``, for :meth:`stored`.
 
-        Media also take what they use of the framing of training pictures: ``bits``, ``pad`` and ``resize``.
+        A medium also takes the arguments in its ``framed_by``.
 
         Raises:
             Exception: of many types, if the file cannot be read.

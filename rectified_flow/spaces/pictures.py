@@ -23,6 +23,7 @@ class Pictures(Medium):
     """
 
     items = "images"
+    framed_by = ("bits", "pad", "resize")
 
     @property
     @override
