@@ -18,7 +18,6 @@ DRAWN = "drawn"
 MOMENT = "%Y-%m-%d-%H%M%S"
 """Format of the time in the name of a new folder."""
 NEAREST = "nearest.png"
-WHITE = "#ffffff"
 ON = {"interactive": True}
 """Gradio makes fields added later read-only unless this argument is passed."""
 
@@ -58,11 +57,9 @@ class PlayTab:
         files = {"file_count": "multiple", "file_types": ["image"], "visible": run.takes_pictures}
         sources = gr.File(label="Pictures to translate", **files, **ON)
         button = gr.Button("Draw", variant="primary", elem_id="draw")
-        with gr.Accordion("Change a part of a picture", open=run.takes_pictures, visible=run.can_fill):
-            brush = gr.Brush(colors=[WHITE], default_color=WHITE, color_mode="fixed")
-            kinds = {"sources": ["upload", "clipboard"], "type": "pil", "transforms": (), "layers": False}
-            label = "Paint over the part that is to be generated"
-            painted = gr.ImageEditor(label=label, brush=brush, elem_id="paint", **kinds, **ON)
+        with gr.Accordion("Change a part of a picture", open=False, visible=run.can_fill) as part:
+            kinds = {"sources": ["upload", "clipboard"], "type": "pil", "transforms": (), "visible": False}
+            painted = gr.ImageMask(label="Paint over the part that is to be generated", elem_id="paint", **kinds, **ON)
             fill = gr.Button("Generate the painted part", elem_id="fill")
 
         def draw(values: Values, **flags: object) -> None:
@@ -88,6 +85,8 @@ class PlayTab:
         fields = {*settings.values(), *conditions.values()}
         act([button.click], draw, {sources, *fields})
         act([fill.click], fill_part, {sources, painted, *fields})
+        # The canvas has the size of its place on the page when it is made, which is 0 in a closed accordion.
+        act([part.expand], lambda _: {painted: gr.update(visible=True)}, set(), [painted], queue=False)
 
     def _folder_of_pictures(self, name: str) -> Path:
         """Return the folder of the newest pictures of a run, which need not exist."""

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 from rectified_flow.studio import jobs
-from tests.patience import PATIENCE
+from tests.patience import PATIENCE, wait_for
 
 pytestmark = pytest.mark.page
 TINY = {"image_size": "8", "dim": "8", "dim_mults": "1", "batch_size": "8", "train_num_steps": "20", "num_samples": "4"}
@@ -218,6 +218,17 @@ def drawn(runs: Path, name: str) -> jobs.Job:
     return job
 
 
+def press_until(page: Any, done: Callable[[], object]) -> None:
+    """Ask for the painted part until what is on the canvas has reached the studio, which takes a moment."""
+
+    def pressed() -> object:
+        page.click("#fill")
+        page.wait_for_timeout(2000)
+        return done()
+
+    wait_for("the canvas", pressed)
+
+
 def test_the_painted_part_of_a_picture_is_generated(browser: Any, tmp_path: Path) -> None:
     runs, pictures = tmp_path / "runs", tmp_path / "pictures"
     pictures.mkdir()
@@ -225,24 +236,23 @@ def test_the_painted_part_of_a_picture_is_generated(browser: Any, tmp_path: Path
         Image.new("RGB", (400, 300), (20 * number, 99, 0)).save(pictures / f"{number}.png")
     train(runs, "pets", pictures)
     with started(runs) as (address, _), opened(browser, address) as page:
+        page.context.new_cdp_session(page).send("Emulation.setCPUThrottlingRate", {"rate": 6})
         go(page, "Play")
+        page.wait_for_selector("#draw")
+        assert page.locator("#paint").count() == 0, "a canvas that is made in a closed accordion may keep a size of 0"
         page.get_by_role("button", name="Change a part of a picture").click()
         page.click("#fill")
         page.wait_for_selector("text=Drop a picture here first")
         page.set_input_files("#paint input[type=file]", [pictures / "7.png"])
-        canvas = page.locator("#paint canvas").first
-        canvas.wait_for()
-        page.wait_for_timeout(1000)  # the picture is put on the canvas
-        page.click("#fill")
-        page.wait_for_selector("text=Paint over a part of the picture first")
-        box = canvas.bounding_box()
+        page.locator("#paint button.highlight[aria-label=Brush]").wait_for()
+        press_until(page, lambda: page.query_selector("text=Paint over a part of the picture first"))
+        box = page.locator("#paint canvas").first.bounding_box()
         x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
         page.mouse.move(x, y)
         page.mouse.down()
         page.mouse.move(x + 9, y + 5, steps=4)
         page.mouse.up()
-        page.wait_for_timeout(1000)
-        page.click("#fill")
+        press_until(page, lambda: jobs.newest(runs, "draw", "pets"))
         job = drawn(runs, "pets")
         page.wait_for_selector("#gallery img")
     words = job.command.words
