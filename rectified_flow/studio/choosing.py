@@ -32,7 +32,7 @@ class ChooseTabs:
     def __init__(self, runs: Path, run: gr.Dropdown, tabs: gr.Tabs) -> None:
         self.runs, self.run, self.tabs = runs, run, tabs
         with gr.Tab("Pictures", id="pictures", render_children=True):
-            self.draft = gr.State("")
+            self.draft = gr.State()
             with gr.Row(equal_height=True):
                 label = "Drop pictures or a zip here"
                 self.files = gr.File(label=label, file_count="multiple", height=190, min_width=280, elem_id="drop")
@@ -89,10 +89,10 @@ class ChooseTabs:
 
     def look(self, values: Values, **changes: object) -> Values:
         """Replace the draft by a dry run with the choices on the page, unless the draft has the same choices."""
-        choices, before = self._choices(values) | changes, _job(values[self.draft])
-        if not choices["folder"] or (before is not None and before.command.choices == choices):
-            return {self.draft: values[self.draft]}
-        if before is None or before.command.choices["folder"] != choices["folder"]:  # other data have other columns
+        choices, before = self._choices(values) | changes, values[self.draft]
+        if not choices["folder"] or (before is not None and before.choices == choices):
+            return {self.draft: before}
+        if before is None or before.choices["folder"] != choices["folder"]:  # other data have other columns
             name = unused(self.runs / _name_from(Path(choices["folder"]).name)).name
             choices |= {"name": name, "columns": []}
         words = commands.look(self._words(choices))
@@ -100,7 +100,7 @@ class ChooseTabs:
             before.stop()
         job = jobs.start(self.runs, "look", choices["name"], words, choices)
         shown = {self.choices[name]: choices[name] for name in ("folder", "name", "one_step")}
-        return {self.draft: str(job.folder), **shown}
+        return {self.draft: job, **shown}
 
     def _choices(self, values: Values) -> Document:
         return {name: values[field] for name, field in self.choices.items()}
@@ -120,7 +120,7 @@ class ChooseTabs:
         """Start the training, once, and go to the tab that shows it."""
         choices = self._choices(values)
         name, words = commands.run_name(choices["name"]), self._words(choices)
-        if (self.runs / name).exists() or name in [job.command.run for job in jobs.queue(self.runs)]:
+        if (self.runs / name).exists() or name in [job.run for job in jobs.queue(self.runs)]:
             raise UsageError(f"There is a run called {name}: choose another name, or resume that run on the tab Watch.")
         jobs.start(self.runs, "train", name, words)
         chosen = gr.update(value=name, choices=run_names(self.runs), visible=True)
@@ -131,21 +131,20 @@ class ChooseTabs:
         job = jobs.newest(self.runs, "look")
         if job is None:
             return values
-        choices = job.command.choices
-        shown = {field: choices[name] for name, field in self.choices.items() if name in choices}
-        ticks = gr.update(choices=choices["columns"], value=choices["columns"])
-        return {**shown, self.choices["columns"]: ticks, self.draft: str(job.folder)}
+        shown = {field: job.choices[name] for name, field in self.choices.items() if name in job.choices}
+        ticks = gr.update(choices=job.choices["columns"], value=job.choices["columns"])
+        return {**shown, self.choices["columns"]: ticks, self.draft: job}
 
     def wanted(self, values: Values) -> Values:
         """Return what both tabs show of a draft."""
-        job = _job(values[self.draft])
+        job: jobs.Job | None = values[self.draft]
         if job is None:
             return {}
         plan = document(views.file_of(job, views.PLAN)) if job.code == 0 else {}
         card, is_good = views.job_card(job, "Looking at the pictures"), bool(plan)
         if job.is_stopping and not plan:
             card = views.card("The choices were changed in another window", "Reload this page to see them.")
-        words = commands.looked_at(job.command.words, values[self.name])
+        words = commands.looked_at(job.words, values[self.name])
         shown = {
             self.seen: card,
             self.plan: card,
@@ -157,7 +156,7 @@ class ChooseTabs:
 
     def _found(self, job: jobs.Job, plan: Document) -> Values:
         """Return what a finished look shows: the sheet, the facts and the plan."""
-        classes, chosen, is_busy = plan["classes"], job.command.choices, bool(jobs.queue(self.runs))
+        classes, chosen, is_busy = plan["classes"], job.choices, bool(jobs.queue(self.runs))
         ticks = [(column, column) for column in plan["columns"] if column not in ("label", "labels")]
         if classes:
             ticks.insert(0, (f"class: {', '.join(classes[:6])}{', ...' if len(classes) > 6 else ''}", CLASSES))
@@ -172,11 +171,6 @@ class ChooseTabs:
                 text, "Another run is training; this run starts after it." if is_busy else "", "finished"
             ),
         }
-
-
-def _job(draft: str) -> jobs.Job | None:
-    """Return the job of a draft; None without one."""
-    return jobs.Job(Path(draft)) if draft and (Path(draft) / jobs.JOB).exists() else None
 
 
 def _name_from(text: str) -> str:

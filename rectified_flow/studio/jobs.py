@@ -1,10 +1,10 @@
 """Jobs: commands of the program as processes of their own, which outlive the page and the studio.
 
 A job is a folder below :data:`STUDIO`, and its files are its state, so that a studio that is started again knows it.
-Each file is written whole and has one writer. The studio writes ``job.json`` (the command), ``keeper`` (the PID of
-the keeper), and the empty file ``stop``. The keeper of the job, a small process (``python -m
-rectified_flow.studio.jobs FOLDER``), waits until the job may begin, starts the command, and writes ``process`` (the
-PID of the command), ``output.txt``, and ``ended`` (the exit code). Only one job trains at a time.
+Each file has one writer. The studio writes ``job.json`` (the command), ``process`` (the PID of the job), and the empty
+file ``stop``. The process of the job (``python -m rectified_flow.studio.jobs FILE``) waits until the job may begin,
+writes the empty file ``begun``, runs the command, and writes ``ended`` (the exit code). What it prints is in
+``output.txt``. Only one job trains at a time.
 """
 
 import json
@@ -20,32 +20,35 @@ from functools import cache, partial
 from pathlib import Path
 from shutil import make_archive, rmtree
 from subprocess import DEVNULL, Popen
-from typing import Literal
+from typing import Literal, get_args
 
 import psutil
 
+from rectified_flow.cli.programs import COMMAND, main
 from rectified_flow.errors import BusyError, UsageError
 from rectified_flow.registry import Document
 from rectified_flow.system.files import locked, read_document, replace_file, writing
 
 STUDIO = Path(".studio")
 """Folder of the studio, in the folder of the runs."""
-JOB, KEEPER, PROCESS, ENDED, STOP, OUTPUT = "job.json", "keeper", "process", "ended", "stop", "output.txt"
-PROGRAM = (sys.executable, "-m", "rectified_flow")
+JOB, PROCESS, BEGUN, ENDED, STOP, OUTPUT = "job.json", "process", "begun", "ended", "stop", "output.txt"
+PROCESS_OF_JOB = (sys.executable, "-m", "rectified_flow.studio.jobs")
 KEPT = 60  # number of ended jobs whose folders stay
-POLL = 0.25  # time between two looks of a keeper at its job [s]
+POLL = 0.25  # time between two looks of a job at the jobs before it [s]
 NICENESS = {"train": 10}
 """Niceness of the processes by kind: the page answers at once while all cores train."""
 CLOCK_ERROR = 2.0  # largest difference between the clocks of this machine and of its disk [s]
-Kind = Literal["look", "train", "draw", "take"]
-JobState = Literal["waiting", "running", "ended", "lost"]
-"""A job is lost if its keeper and command ended without writing ``ended``, for example after a power failure."""
+Form = Literal["page", "onnx", "diffusers"]
+"""Kinds of jobs that export a generator."""
+Kind = Literal["look", "train", "draw"] | Form
 
 
 @dataclass(frozen=True)
-class Command:
-    """The contents of ``job.json``."""
+class Job:
+    """A command that was asked for, as its ``job.json`` has it."""
 
+    folder: Path
+    """Folder of the files of the job, named for the time at which it was asked for [s since 1970]."""
     kind: Kind
     run: str
     """Name of the run that the command is about."""
@@ -55,45 +58,28 @@ class Command:
     """What the person chose on the page, by which a reloaded page shows it again."""
 
     @property
-    def folder(self) -> Path:
+    def output_folder(self) -> Path:
         """The folder that the command writes."""
         return Path(self.words[-1])
-
-
-@dataclass(frozen=True)
-class Job:
-    """A command that was asked for. Its folder is named for the time at which it was asked for [s since 1970]."""
-
-    folder: Path
-
-    @property
-    def command(self) -> Command:
-        """The command."""
-        return _command(self.folder / JOB)
-
-    @property
-    def state(self) -> JobState:
-        """The state of the job."""
-        lives = self._lives(KEEPER) or self._lives(PROCESS)  # read first, as the keeper ends after it wrote the end
-        if (self.folder / ENDED).exists():
-            return "ended"
-        if not lives:
-            return "lost"
-        return "running" if self.has_begun else "waiting"
 
     @property
     def is_busy(self) -> bool:
         """Whether the job waits or runs."""
-        return self.state in ("waiting", "running")
+        return not (self.folder / ENDED).exists() and is_alive(self.pid, self.folder / PROCESS)
 
     @property
     def has_begun(self) -> bool:
         """Whether the command was started."""
-        return (self.folder / PROCESS).exists()
+        return (self.folder / BEGUN).exists()
+
+    @property
+    def pid(self) -> int:
+        """The PID of the job; -1 if it has none."""
+        return int(text_of(self.folder / PROCESS) or -1)
 
     @property
     def code(self) -> int | None:
-        """The exit code of the command; None before its end, or if it was stopped before it began."""
+        """The exit code of the command; None before its end, or if its process was killed."""
         text = text_of(self.folder / ENDED)
         return int(text) if text else None
 
@@ -105,7 +91,7 @@ class Job:
     @property
     def zip(self) -> Path:
         """The zip of what the command wrote, named for a person who downloads it."""
-        return self.folder / f"{Path(self.command.run).name}-{self.command.folder.name}.zip"
+        return self.folder / f"{Path(self.run).name}-{self.output_folder.name}.zip"
 
     @property
     def is_stopping(self) -> bool:
@@ -113,15 +99,11 @@ class Job:
         return (self.folder / STOP).exists()
 
     def stop(self) -> None:
-        """Ask the job to stop: a training saves a checkpoint first. A command without its keeper is asked directly."""
+        """Ask the job to stop: a training saves a checkpoint first, and a job that waits ends at once."""
         (self.folder / STOP).touch()
-        if self._lives(PROCESS) and not self._lives(KEEPER):
+        if self.is_busy:
             with suppress(ProcessLookupError):  # it ended just now
-                os.kill(int(text_of(self.folder / PROCESS)), signal.SIGTERM)
-
-    def _lives(self, name: str) -> bool:
-        """Return whether the process of a PID file is alive."""
-        return is_alive(int(text_of(self.folder / name) or -1), self.folder / name)
+                os.kill(self.pid, signal.SIGTERM)
 
 
 def text_of(path: Path) -> str:
@@ -141,14 +123,14 @@ def is_alive(pid: int, file: Path) -> bool:
 
 
 def start(runs: Path, kind: Kind, run: str, words: list[str], choices: Document | None = None) -> Job:
-    """Start a :class:`Command`, and return its job; a training waits for earlier trainings."""
-    for old in [job for job in jobs(runs) if job.state == "ended"][:-KEPT]:
+    """Start a command, and return its job; a training waits for earlier trainings."""
+    for old in [job for job in jobs(runs) if not job.is_busy][:-KEPT]:
         rmtree(old.folder, ignore_errors=True)
-    job = Job(_place(runs) / f"{time.time():.6f}")
+    job = Job(_place(runs) / f"{time.time():.6f}", kind, run, words, choices or {})
     job.folder.mkdir(parents=True)
     # No file of a job is flushed to the disk, so that the page responds immediately.
-    replace_file(job.folder / JOB, json.dumps(asdict(Command(kind, run, words, choices or {}))), durable=False)
-    _keep(job)
+    replace_file(job.folder / JOB, json.dumps(asdict(job), default=str), durable=False)
+    _start_process(job)
     return job
 
 
@@ -157,9 +139,9 @@ def jobs(runs: Path, kind: Kind | None = None, run: str | None = None) -> list[J
     found = list[Job]()
     for path in sorted(_place(runs).glob(f"*/{JOB}")):
         with suppress(UsageError):  # it was removed just now, or cut off when the machine was switched off
-            command = _command(path)
-            if kind in (None, command.kind) and run in (None, command.run):
-                found.append(Job(path.parent))
+            job = read(path)
+            if kind in (None, job.kind) and run in (None, job.run):
+                found.append(job)
     return found
 
 
@@ -174,10 +156,10 @@ def queue(runs: Path) -> list[Job]:
 
 
 def resume(runs: Path) -> None:
-    """Give a keeper to each job that lost its keeper before it began, for example when the machine was switched off."""
+    """Start each job again that was killed before it began, for example when the machine was switched off."""
     for job in jobs(runs, "train"):
-        if job.state == "lost" and not job.has_begun:
-            _keep(job)
+        if not (job.is_busy or job.has_begun or job.is_stopping):
+            _start_process(job)
 
 
 def _place(runs: Path) -> Path:
@@ -185,59 +167,52 @@ def _place(runs: Path) -> Path:
     return runs / STUDIO / "jobs" / platform.node()
 
 
-def _keep(job: Job) -> None:
-    """Start the keeper of a job, in a session that neither the end of the studio nor Ctrl-C in its terminal reaches."""
-    command = [sys.executable, "-m", "rectified_flow.studio.jobs", str(job.folder)]
+def _start_process(job: Job) -> None:
+    """Start the process of a job, in a session that the end of the studio and Ctrl-C in its terminal do not reach."""
     with (job.folder / OUTPUT).open("ab") as output:
-        keeper = Popen(command, stdin=DEVNULL, stdout=output, stderr=output, start_new_session=True)
-    replace_file(job.folder / KEEPER, str(keeper.pid), durable=False)
+        command = [*PROCESS_OF_JOB, str(job.folder / JOB)]
+        process = Popen(command, stdin=DEVNULL, stdout=output, stderr=output, start_new_session=True)
+    replace_file(job.folder / PROCESS, str(process.pid), durable=False)
 
 
-def keep(job: Job) -> None:
-    """Wait until a job may begin, run its command, and write how it ended. Does nothing if another keeper does so."""
-    with suppress(BusyError), locked(job.folder, "keeper", timeout=0):
-        while not job.is_stopping and _waits(job):
+def execute(job: Job) -> None:
+    """Wait until a job may begin, run it, and write its exit code. Does nothing if another process does or did so."""
+    with suppress(BusyError), locked(job.folder, "job", timeout=0):
+        while _waits(job):
             time.sleep(POLL)
-        code = None if job.is_stopping or job.has_begun else _run(job)
-        if code == 0 and job.command.kind == "take":
-            code = _pack(job)
-        replace_file(job.folder / ENDED, "" if code is None else str(code), durable=False)
+        if not job.has_begun:
+            with suppress(OSError):  # the disk may be full
+                (job.folder / BEGUN).touch()
+            replace_file(job.folder / ENDED, str(_code_of(job)), durable=False)
 
 
 def _waits(job: Job) -> bool:
     """Return whether an older job trains or waits for it."""
-    return job.command.kind == "train" and any(other.folder < job.folder for other in queue(job.folder.parents[3]))
+    return job.kind == "train" and any(other.folder < job.folder for other in queue(job.folder.parents[3]))
 
 
-def _run(job: Job) -> int:
-    """Run the command of a job, and return its exit code. A request to stop becomes SIGTERM, once."""
-    os.nice(NICENESS.get(job.command.kind, 0))  # the command inherits it
-    with (job.folder / OUTPUT).open("ab") as output:
-        process = Popen([*PROGRAM, *job.command.words], stdin=DEVNULL, stdout=output, stderr=output)
-    with suppress(OSError):  # the disk may be full
-        replace_file(job.folder / PROCESS, str(process.pid), durable=False)
-    while process.poll() is None and not job.is_stopping:
-        time.sleep(POLL)
-    process.terminate()  # nothing is sent to a process that has ended
-    return process.wait()
-
-
-def _pack(job: Job) -> int:
-    """Zip what the command of a job wrote, and return the exit code of the job."""
+def _code_of(job: Job) -> int:
+    """Run the command of a job in this process, zip what an export wrote, and return the exit code."""
+    os.nice(NICENESS.get(job.kind, 0))
+    sys.argv = [COMMAND, *job.words]
+    try:
+        main()
+    except SystemExit as end:
+        if end.code or job.kind not in get_args(Form):
+            return int(end.code or 0)
     try:
         with writing(job.zip.name, UsageError, "make room on the disk, and try again"):
-            make_archive(str(job.zip.with_suffix("")), "zip", job.command.folder)
+            make_archive(str(job.zip.with_suffix("")), "zip", job.output_folder)
     except UsageError as error:
         job.zip.unlink(missing_ok=True)  # makes room for the sentence
-        with (job.folder / OUTPUT).open("a") as output:
-            output.write(f"error: {error}\n")
+        print(f"error: {error}", flush=True)
         return 1
     return 0
 
 
-_command: Callable[[Path], Command] = cache(partial(read_document, schema=Command))
-"""Returns the contents of a ``job.json``."""
+read: Callable[[Path], Job] = cache(partial(read_document, schema=Job))
+"""Returns the job of a ``job.json``."""
 
 
 if __name__ == "__main__":
-    keep(Job(Path(sys.argv[1])))
+    execute(read(Path(sys.argv[1])))

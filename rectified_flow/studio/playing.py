@@ -90,7 +90,7 @@ class PlayTab:
 
     def _folder_of_pictures(self, name: str) -> Path:
         """Return the folder of the newest pictures of a run, which need not exist."""
-        made = [job.command.folder for job in jobs.jobs(self.runs, "draw", name) if job.code == 0]
+        made = [job.output_folder for job in jobs.jobs(self.runs, "draw", name) if job.code == 0]
         return made[-1] if made else self.runs / name / DRAWN
 
     def choose(self, values: Values, event: gr.SelectData) -> Values:

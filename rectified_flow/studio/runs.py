@@ -10,7 +10,7 @@ from pathlib import Path
 from rectified_flow.errors import UsageError
 from rectified_flow.registry import Document
 from rectified_flow.runs.training_config import CHECKPOINTS
-from rectified_flow.studio.jobs import ENDED, PROCESS, is_alive, jobs, newest
+from rectified_flow.studio.jobs import BEGUN, is_alive, jobs, newest
 from rectified_flow.system.artifact import MANIFEST
 from rectified_flow.system.files import read_document
 
@@ -36,7 +36,8 @@ class Run:
         self.name, self.folder = name, runs / name
         self.config, self.status = document(self.folder / CONFIG), document(self.folder / STATUS)
         job = newest(runs, "train", name)
-        self.job = None if job and _is_newer(self.folder / STATUS, job.folder / ENDED) else job
+        is_old = job and job.pid != self.status.get("pid") and _is_newer(self.folder / STATUS, job.folder / BEGUN)
+        self.job = None if is_old else job
         """The newest job that trains the run; None without one, or if the run was trained in a terminal since then."""
         self.flags, self.flow = _part(self.config, "training"), _part(self.config, "flow")
         """The flags that start the run again, and the description of the flow."""
@@ -68,13 +69,14 @@ class Run:
             return state
         if job.is_busy and job.is_stopping:
             return "stopping"
-        if job.state == "waiting":
+        if job.is_busy and not job.has_begun:
             return "waiting"
         # A job that also makes a one-step generator goes on after the run is finished.
-        is_done = state == "finished" and _is_newer(self.folder / STATUS, job.folder / PROCESS)
-        if job.state == "running" and state != "running" and not is_done:
+        is_done = state == "finished" and self.status.get("pid") == job.pid
+        if job.is_busy and state != "running" and not is_done:
             return "preparing"
-        return "failed" if job.code and not job.is_stopping and state == "interrupted" else state
+        has_failed = job.code != 0 and not job.is_busy and not job.is_stopping
+        return "failed" if has_failed and state == "interrupted" else state
 
     def stop(self) -> None:
         """Ask the process that trains the run here to save and to end."""
@@ -102,7 +104,7 @@ def run_names(runs: Path) -> list[str]:
 
     A one-step generator lies in the folder of its run.
     """
-    asked = [job.command.run for job in reversed(jobs(runs, "train"))]
+    asked = [job.run for job in reversed(jobs(runs, "train"))]
     configs = [*runs.glob(f"*/{CONFIG}"), *runs.glob(f"*/{ONE_STEP}/{CONFIG}")]
     newest_first = sorted(configs, key=os.path.getmtime, reverse=True)
     found = [str(path.parent.relative_to(runs)) for path in newest_first if _part(document(path), "training")]

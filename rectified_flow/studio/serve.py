@@ -79,7 +79,7 @@ def sandboxed(app: "ASGIApp", runs: Path) -> "ASGIApp":
 
         _, is_file, path = scope.get("path", "").partition("/gradio_api/file")
         file = Path(os.path.abspath(path[1:])).resolve()  # after "=" or "/"
-        is_export = is_file and any(file.is_relative_to(job.command.folder.resolve()) for job in jobs(runs, "take"))
+        is_export = is_file and any(file.is_relative_to(job.output_folder.resolve()) for job in jobs(runs, "page"))
         await app(scope, receive, send_sandboxed if is_file and not is_export else send)
 
     return answer

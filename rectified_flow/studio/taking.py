@@ -8,8 +8,9 @@ import gradio as gr
 
 from rectified_flow.studio import commands, jobs, views
 from rectified_flow.studio.events import Values, act
+from rectified_flow.studio.jobs import Form
 
-FORMS = {
+FORMS: dict[Form, tuple[str, str]] = {
     "page": ("A web page", "Generates pictures in the visitor's browser; for a web host, or for the hub as a Space."),
     "onnx": ("A program for other software", "ONNX, for apps, games and JavaScript; model.json describes it."),
     "diffusers": ("A folder for diffusers and the hub", "For Python programs; includes a model card."),
@@ -27,7 +28,7 @@ class TakeTab:
     """The tab."""
 
     def __init__(self, runs: Path, run: gr.Dropdown) -> None:
-        self.runs, self.run, self.cards = runs, run, dict[str, gr.HTML]()
+        self.runs, self.run, self.cards = runs, run, dict[Form, gr.HTML]()
         with gr.Tab("Take away", id="take", render_children=True):
             for form, (title, text) in FORMS.items():
                 with gr.Column(elem_classes="part"):
@@ -37,26 +38,23 @@ class TakeTab:
                 act([make.click], partial(self.make, form), {run})
         self.inputs, self.outputs = {run}, [*self.cards.values()]
 
-    def make(self, form: str, values: Values) -> None:
+    def make(self, form: Form, values: Values) -> None:
         """Export the generator in a form, unless that export is in progress."""
-        name, newest = values[self.run], self._newest(values[self.run], form)
+        name = values[self.run]
+        newest = jobs.newest(self.runs, form, name)
         if newest is None or not newest.is_busy:
-            jobs.start(self.runs, "take", name, commands.take(self.runs / name, form))
-
-    def _newest(self, run: str, form: str) -> jobs.Job | None:
-        made = jobs.jobs(self.runs, "take", run)
-        return next((job for job in reversed(made) if job.command.folder.name == form), None)
+            jobs.start(self.runs, form, name, commands.take(self.runs / name, form))
 
     def wanted(self, values: Values) -> Values:
         """Return how far each form of a run is."""
         return {card: self._card(values[self.run] or "", form) for form, card in self.cards.items()}
 
-    def _card(self, run: str, form: str) -> str:
+    def _card(self, run: str, form: Form) -> str:
         """Return the state of an export as HTML, with links to its files and the commands that publish them."""
-        job = self._newest(run, form)
+        job = jobs.newest(self.runs, form, run)
         if job is None:
             return ""
-        folder = job.command.folder
+        folder = job.output_folder
         card = views.job_card(job, "Writing", f"Ready in {folder}")
         if job.code == 0:
             card += link("Download the zip", job.zip, f'download id="zip-{form}"')

@@ -31,7 +31,7 @@ WORDS: Mapping[str, tuple[str, str]] = {
 def message(job: Job) -> str:
     """Return the sentence with which a command ended: an error without the name of the program, or the last line."""
     if job.code not in (1, 2):
-        return "The command was killed, possibly because memory ran out. Try again."
+        return "The command was killed, possibly because memory ran out or the machine was switched off. Try again."
     last = job.output.strip().rpartition("\n")[2]
     return last.partition("error: ")[2] or last
 

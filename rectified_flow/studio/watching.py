@@ -46,7 +46,7 @@ class WatchTab:
         if run.state == "finished":
             jobs.start(self.runs, "train", run.name, commands.extend(run, values[self.more]))
         elif run.state in RESUMED and (run.flags or run.job):
-            words = commands.resume(run) if run.job is None else run.job.command.words
+            words = commands.resume(run) if run.job is None else run.job.words
             jobs.start(self.runs, "train", run.name, words)
 
     def wanted(self, values: Values) -> Values:

@@ -133,7 +133,7 @@ def test_the_way_from_dropped_pictures_to_the_opened_page(browser: Any, tmp_path
         page.get_by_role("option", name="cat").click()
         page.click("#draw")
         page.wait_for_selector("#gallery img")
-        assert "labels=cat" in jobs.jobs(runs, "draw")[0].command.words
+        assert "labels=cat" in jobs.jobs(runs, "draw")[0].words
         go(page, "Take away")
         page.click("#make-page")
         link = page.get_by_role("link", name="Open the page")
@@ -147,28 +147,28 @@ def test_the_way_from_dropped_pictures_to_the_opened_page(browser: Any, tmp_path
 
 def test_a_training_outlives_the_studio_and_is_stopped_and_continued(browser: Any, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
-    with started(runs) as (address, studio), opened(browser, address) as page:
-        make_tiny(page, train_num_steps="100000")
-        drop(page, zipped(tmp_path / "pets.zip", "cat"))
-        page.click("#next")
-        page.click("#start")
-        page.wait_for_selector("text=/Step [0-9,]+ of/")
-        go(page, "Time")
-        page.click("#start")
-        page.wait_for_selector("text=There is a run called pets")
-        studio.kill()
-    [job] = jobs.jobs(runs, "train")
-    (job.folder / jobs.STOP).unlink()
-    with started(runs) as (address, _), opened(browser, address) as page:
-        go(page, "Watch")
-        page.wait_for_selector("text=/Step [1-9][0-9,]* of 100,000/")
-        page.click("#stop")
-        page.wait_for_selector("text=/Step [1-9][0-9,]* of 100,000 is saved/")
-        assert job.code == 0
-        page.click("#resume")
-        page.wait_for_selector("#stop")
-        page.click("#stop")
-        page.wait_for_selector("#resume")
+    with started(runs) as (address, studio):
+        with opened(browser, address) as page:
+            make_tiny(page, train_num_steps="100000")
+            drop(page, zipped(tmp_path / "pets.zip", "cat"))
+            page.click("#next")
+            page.click("#start")
+            page.wait_for_selector("text=/Step [0-9,]+ of/")
+            go(page, "Time")
+            page.click("#start")
+            page.wait_for_selector("text=There is a run called pets")
+            studio.kill()
+        with started(runs) as (new_address, _), opened(browser, new_address) as page:
+            go(page, "Watch")
+            page.wait_for_selector("text=/Step [1-9][0-9,]* of 100,000/")
+            page.click("#stop")
+            page.wait_for_selector("text=/Step [1-9][0-9,]* of 100,000 is saved/")
+            [job] = jobs.jobs(runs, "train")
+            assert job.code == 0
+            page.click("#resume")
+            page.wait_for_selector("#stop")
+            page.click("#stop")
+            page.wait_for_selector("#resume")
     assert len(jobs.jobs(runs, "train")) == 2
 
 
@@ -189,7 +189,7 @@ def test_what_is_wrong_is_a_sentence_before_anything_starts(browser: Any, tmp_pa
         for outside in (broken, Path("/etc/hostname")):
             assert page.request.get(f"{address}gradio_api/file={outside}").status == 403
         assert page.request.get(f"{address}gradio_api/info").json()["named_endpoints"] == {}
-    assert not [job for job in jobs.jobs(runs) if job.command.kind == "train"]
+    assert not [job for job in jobs.jobs(runs) if job.kind == "train"]
 
 
 def test_a_password_is_asked_for(browser: Any, tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def train(runs: Path, name: str, pictures: Path, *flags: str) -> None:
 def drawn(runs: Path, name: str) -> jobs.Job:
     """Wait for the end of the newest drawing of a run, and return its job."""
     until = time.monotonic() + PATIENCE
-    while (job := jobs.newest(runs, "draw", name)) is None or job.state != "ended":
+    while (job := jobs.newest(runs, "draw", name)) is None or job.is_busy:
         assert time.monotonic() < until
         time.sleep(0.1)
     assert job.code == 0, job.output
@@ -255,7 +255,7 @@ def test_the_painted_part_of_a_picture_is_generated(browser: Any, tmp_path: Path
         press_until(page, lambda: jobs.newest(runs, "draw", "pets"))
         job = drawn(runs, "pets")
         page.wait_for_selector("#gallery img")
-    words = job.command.words
+    words = job.words
     mask = Image.open(words[words.index("--mask") + 1])
     assert mask.size == (400, 300)
     assert 0 < int((np.asarray(mask) > 127).sum()) < 400 * 300 / 2
@@ -281,7 +281,7 @@ def test_a_caption_is_written_and_measurements_are_shown_with_their_scale(browse
         page.get_by_role("option", name="pets").click()
         page.get_by_label("text", exact=True).fill("a red dog")
         page.click("#draw")
-        words = drawn(runs, "pets").command.words
+        words = drawn(runs, "pets").words
     assert words[words.index("--prompt") + 1] == "a red dog"
 
 

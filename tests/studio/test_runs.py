@@ -139,33 +139,34 @@ def test_runs_and_their_one_step_generators_are_found_newest_first(run: Path) ->
 def trained(run: Path, **files: str) -> Path:
     """Make the job that trains a run, with some of its files, and return its folder."""
     folder = run.parent / jobs.STUDIO / "jobs" / platform.node() / "1.5"
-    write(folder, jobs.JOB, {"kind": "train", "run": run.name, "words": ["train", str(run)]})
+    document = {"folder": str(folder), "kind": "train", "run": run.name, "words": ["train", str(run)]}
+    write(folder, jobs.JOB, document)
     for name, text in files.items():
         (folder / name).write_text(text)
     return folder
 
 
 def test_a_run_is_finished_while_its_job_makes_the_one_step_generator(run: Path) -> None:
-    me = str(os.getpid())
-    job = trained(run, keeper=me, process=me)
+    trained(run, process=str(os.getpid()), begun="")
     write(run, runs.STATUS, status("finished"))
-    os.utime(job / jobs.PROCESS, (time.time() - 1, time.time() - 1))
     assert Run(run.parent, run.name).state == "finished"
+    write(run, runs.STATUS, status("finished", pid=1))
     os.utime(run / runs.STATUS, (1, 1))
     assert Run(run.parent, run.name).state == "preparing", "it is trained for longer"
 
 
 def test_a_run_that_is_killed_has_failed_unless_it_was_stopped(run: Path) -> None:
     write(run, runs.STATUS, status("running", pid=0))
-    job = trained(run, ended="-15")
+    job = trained(run, begun="")
     assert Run(run.parent, run.name).state == "failed"
+    assert "was killed" in views.run_card(Run(run.parent, run.name))
     (job / jobs.STOP).touch()
     assert Run(run.parent, run.name).state == "interrupted"
 
 
-@pytest.mark.parametrize("code", ["", "-15"])
-def test_a_run_that_is_stopped_before_it_has_a_folder_is_resumed(tmp_path: Path, code: str) -> None:
-    trained(tmp_path / "cats", ended=code, stop="")
+@pytest.mark.parametrize("files", [{}, {"begun": "", "ended": "0"}])
+def test_a_run_that_is_stopped_before_it_has_a_folder_is_resumed(tmp_path: Path, files: dict[str, str]) -> None:
+    trained(tmp_path / "cats", stop="", **files)
     assert Run(tmp_path, "cats").state == "interrupted"
     assert "<p>You can resume" in views.run_card(Run(tmp_path, "cats"))
     gradio = pytest.importorskip("gradio")
@@ -175,17 +176,17 @@ def test_a_run_that_is_stopped_before_it_has_a_folder_is_resumed(tmp_path: Path,
         tab = WatchTab(tmp_path, gradio.Dropdown())
     assert tab.wanted({tab.run: "cats", tab.earlier: 0})[tab.resume]["visible"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jobs, "_keep", lambda _: None)
+        patch.setattr(jobs, "_start_process", lambda _: None)
         tab.resume_run({tab.run: "cats", tab.more: 10})
-    assert [job.command.words for job in jobs.jobs(tmp_path)] == [["train", str(tmp_path / "cats")]] * 2
+    assert [job.words for job in jobs.jobs(tmp_path)] == [["train", str(tmp_path / "cats")]] * 2
 
 
 def test_a_training_in_a_terminal_outdates_the_job_before_it(run: Path) -> None:
-    job = trained(run, ended="2")
+    job = trained(run, begun="", ended="2")
     write(run, runs.STATUS, status("failed", message="the disk is full"))
-    os.utime(job / jobs.ENDED, (time.time() + 1, time.time() + 1))
+    os.utime(job / jobs.BEGUN, (time.time() + 1, time.time() + 1))
     assert Run(run.parent, run.name).job is not None
-    os.utime(job / jobs.ENDED, (1, 1))
+    os.utime(job / jobs.BEGUN, (1, 1))
     assert Run(run.parent, run.name).job is None
     assert "the disk is full" in views.run_card(Run(run.parent, run.name))
     write(run, runs.STATUS, status("interrupted"))

@@ -29,8 +29,8 @@ def test_no_file_is_a_page_at_the_address_of_the_studio_except_for_exports(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = tmp_path / "runs"
-    monkeypatch.setattr(jobs, "_keep", lambda _: None)
-    jobs.start(runs, "take", "cats", ["export", str(runs / "cats/page")])
+    monkeypatch.setattr(jobs, "_start_process", lambda _: None)
+    jobs.start(runs, "page", "cats", ["export", str(runs / "cats/page")])
     dropped, uploaded, exported = "pictures/page/e.html", ".studio/uploads/ab/e.html", "cats/page/index.html"
     for name in (dropped, uploaded, exported):
         (runs / name).parent.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ from rectified_flow.studio.playing import PlayTab  # noqa: E402
 
 @pytest.fixture(autouse=True)
 def _nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs, "_keep", lambda _: None)
+    monkeypatch.setattr(jobs, "_start_process", lambda _: None)
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def tabs(tmp_path: Path) -> ChooseTabs:
 
 def chosen(tabs: ChooseTabs, **choices: object) -> Values:
     """The values of a page on which some choices were made."""
-    values = {field: field.value for field in tabs.choices.values()} | {tabs.draft: ""}
+    values = {field: field.value for field in tabs.choices.values()} | {tabs.draft: None}
     return values | {tabs.choices[name]: value for name, value in choices.items()}
 
 
@@ -37,7 +37,7 @@ def words_of(tabs: ChooseTabs, **choices: object) -> str:
     tabs.start(chosen(tabs, folder="drawn flowers", **choices))
     job = jobs.newest(tabs.runs, "train")
     assert job is not None
-    return " ".join(job.command.words)
+    return " ".join(job.words)
 
 
 def test_a_further_setting_is_a_switch_or_a_choice_or_some_words(tabs: ChooseTabs) -> None:
@@ -99,7 +99,7 @@ def test_all_pictures_are_translated_each_time(tmp_path: Path) -> None:
     for _ in range(2):
         draw.fn(values | {sources: list(map(str, files))})
     for job in jobs.jobs(tmp_path, "draw"):
-        words = job.command.words
+        words = job.words
         assert "--num_samples" not in words
         assert len([*Path(words[words.index("--from_images") + 1]).iterdir()]) == 17
     assert len(jobs.jobs(tmp_path, "draw")) == 2

@@ -1,6 +1,5 @@
 """Tests of the commands and the words of the page."""
 
-import json
 import re
 import time
 from pathlib import Path
@@ -10,8 +9,8 @@ import pytest
 from rectified_flow.cli.settings import read_settings
 from rectified_flow.cli.training_flags import TrainConfig
 from rectified_flow.errors import UsageError
-from rectified_flow.studio import commands, runs, views
-from rectified_flow.studio.jobs import Command, Job
+from rectified_flow.studio import commands, jobs, runs, views
+from rectified_flow.studio.jobs import Job
 from rectified_flow.studio.runs import Run
 from tests.studio.test_runs import status, write
 
@@ -90,13 +89,10 @@ def test_a_one_step_run_is_continued_with_its_teacher(tmp_path: Path) -> None:
 
 def job_of(folder: Path, output: str, code: int | None = None) -> Job:
     folder.mkdir(parents=True)
-    write(
-        folder, "job.json", {"kind": "look", "run": "cats", "words": ["train", "--dry_run", "--output_dir", "runs/a"]}
-    )
-    (folder / "output.txt").write_text(output)
+    (folder / jobs.OUTPUT).write_text(output)
     if code is not None:
-        (folder / "ended").write_text(str(code))
-    return Job(folder)
+        (folder / jobs.ENDED).write_text(str(code))
+    return Job(folder, "look", "cats", ["train", "--dry_run", "--output_dir", "runs/a"])
 
 
 def test_the_plan_of_a_dry_run_is_read_and_its_sheet_is_kept(tmp_path: Path) -> None:
@@ -115,7 +111,7 @@ def test_the_plan_of_a_dry_run_is_read_and_its_sheet_is_kept(tmp_path: Path) -> 
     kept = views.file_of(job, views.SHEET)
     (tmp_path / "sheet.png").unlink()
     assert kept.read_bytes() == b"png"
-    assert commands.looked_at(job.command.words, "b") == ["train", "--output_dir", "runs/b"]
+    assert commands.looked_at(job.words, "b") == ["train", "--output_dir", "runs/b"]
 
 
 def test_an_error_is_shown_without_the_name_of_the_program(tmp_path: Path) -> None:
@@ -147,14 +143,6 @@ def test_warnings_of_a_training_are_shown_once(tmp_path: Path) -> None:
 
 def test_a_command_is_shown_as_a_shell_takes_it() -> None:
     assert "sample --prompt &#x27;a &lt;b&gt;&#x27;\nhf" in views.terminal("", ["sample", "--prompt", "a <b>"], ["hf"])
-
-
-def test_choices_of_a_job_outlive_the_studio(tmp_path: Path) -> None:
-    (tmp_path / "1.5").mkdir()
-    (tmp_path / "1.5/job.json").write_text(
-        json.dumps({"kind": "take", "run": HOSTILE, "words": [], "choices": {"form": "page"}})
-    )
-    assert Job(tmp_path / "1.5").command == Command("take", HOSTILE, [], {"form": "page"})
 
 
 def test_the_hub_gets_the_page_as_a_space_and_the_folder_of_diffusers() -> None:
