@@ -135,11 +135,11 @@ def start(runs: Path, kind: Kind, run: str, words: list[str], choices: Document 
 
 
 def jobs(runs: Path, kind: Kind | None = None, run: str | None = None) -> list[Job]:
-    """Return the jobs in the folder of the runs, oldest first: all, or those of a kind, or about a run."""
+    """Return the jobs that were started, oldest first: all, or those of a kind, or about a run."""
     found = list[Job]()
-    for path in sorted(_place(runs).glob(f"*/{JOB}")):
+    for path in sorted(_place(runs).glob(f"*/{PROCESS}")):
         with suppress(UsageError):  # it was removed just now, or cut off when the machine was switched off
-            job = read(path)
+            job = read(path.with_name(JOB))
             if kind in (None, job.kind) and run in (None, job.run):
                 found.append(job)
     return found
@@ -180,7 +180,7 @@ def execute(job: Job) -> None:
     with suppress(BusyError), locked(job.folder, "job", timeout=0):
         while _waits(job):
             time.sleep(POLL)
-        if not job.has_begun:
+        if not (job.has_begun or job.is_stopping):
             with suppress(OSError):  # the disk may be full
                 (job.folder / BEGUN).touch()
             replace_file(job.folder / ENDED, str(_code_of(job)), durable=False)

@@ -241,8 +241,8 @@ def test_the_painted_part_of_a_picture_is_generated(browser: Any, tmp_path: Path
         page.wait_for_selector("#draw")
         assert page.locator("#paint").count() == 0, "a canvas that is made in a closed accordion may keep a size of 0"
         page.get_by_role("button", name="Change a part of a picture").click()
-        page.click("#fill")
-        page.wait_for_selector("text=Drop a picture here first")
+        page.locator("#paint canvas").first.wait_for()  # the button below it moves
+        press_until(page, lambda: page.query_selector("text=Drop a picture here first"))
         page.set_input_files("#paint input[type=file]", [pictures / "7.png"])
         page.locator("#paint button.highlight[aria-label=Brush]").wait_for()
         press_until(page, lambda: page.query_selector("text=Paint over a part of the picture first"))

@@ -141,7 +141,7 @@ def trained(run: Path, **files: str) -> Path:
     folder = run.parent / jobs.STUDIO / "jobs" / platform.node() / "1.5"
     document = {"folder": str(folder), "kind": "train", "run": run.name, "words": ["train", str(run)]}
     write(folder, jobs.JOB, document)
-    for name, text in files.items():
+    for name, text in ({"process": ""} | files).items():
         (folder / name).write_text(text)
     return folder
 
@@ -176,7 +176,7 @@ def test_a_run_that_is_stopped_before_it_has_a_folder_is_resumed(tmp_path: Path,
         tab = WatchTab(tmp_path, gradio.Dropdown())
     assert tab.wanted({tab.run: "cats", tab.earlier: 0})[tab.resume]["visible"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jobs, "_start_process", lambda _: None)
+        patch.setattr(jobs, "_start_process", lambda job: (job.folder / jobs.PROCESS).touch())
         tab.resume_run({tab.run: "cats", tab.more: 10})
     assert [job.words for job in jobs.jobs(tmp_path)] == [["train", str(tmp_path / "cats")]] * 2
 

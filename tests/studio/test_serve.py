@@ -29,7 +29,7 @@ def test_no_file_is_a_page_at_the_address_of_the_studio_except_for_exports(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = tmp_path / "runs"
-    monkeypatch.setattr(jobs, "_start_process", lambda _: None)
+    monkeypatch.setattr(jobs, "_start_process", lambda job: (job.folder / jobs.PROCESS).touch())
     jobs.start(runs, "page", "cats", ["export", str(runs / "cats/page")])
     dropped, uploaded, exported = "pictures/page/e.html", ".studio/uploads/ab/e.html", "cats/page/index.html"
     for name in (dropped, uploaded, exported):

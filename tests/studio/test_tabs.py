@@ -17,7 +17,7 @@ from rectified_flow.studio.playing import PlayTab  # noqa: E402
 
 @pytest.fixture(autouse=True)
 def _nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs, "_start_process", lambda _: None)
+    monkeypatch.setattr(jobs, "_start_process", lambda job: (job.folder / jobs.PROCESS).touch())
 
 
 @pytest.fixture
