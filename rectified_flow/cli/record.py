@@ -126,7 +126,9 @@ def with_record(settings: Settings[C]) -> tuple[Settings[C], bool]:
     if values.method in ("mean_flow", "distill"):
         chosen["lr_decay"] = "cosine"
     if distilled is None:
-        size = on_main(state, lambda: _size_of_origin(values, settings.given)) if values.is_planned else {}
+        size = {}
+        if values.is_planned:
+            size = on_main(state, lambda: _size_of_origin(values.init.init_from, settings.given))
         if size:
             state.print(line("size", f"{' '.join(command_line(size))}, as in {values.init.init_from}"))
         return settings.with_layer("chosen", {**chosen, **size, "data_seed": values.run.seed}), False
@@ -150,9 +152,8 @@ def distillation_of(values: TrainConfig) -> DistillationData | None:
     return DistillationData.of(values.teacher, values.method, scale, seed=run.seed, output_dir=run.output_dir)
 
 
-def _size_of_origin(values: TrainConfig, given: Collection[str]) -> dict[str, Any]:
+def _size_of_origin(origin: Path | None, given: Collection[str]) -> dict[str, Any]:
     """Return the size and the autoencoder of the run of ``--init_from``, whose weights suit no other data so well."""
-    origin = values.init.init_from
     if origin in (None, STARTER, NO_WEIGHTS) or not {*SIZE, "space"}.isdisjoint(given):
         return {}
     source = checkpoint.resolve(origin, (checkpoint.CONFIG_FILE,))
