@@ -156,6 +156,9 @@ def build_flow(values: TrainConfig, conditions: ConditionSpecs, space: Space) ->
         values: the flags.
         conditions: the conditions of the data: labels, which count with ``--use_cfg`` only, and columns.
         space: the space of the data.
+
+    Raises:
+        UsageError: if a flag has no effect on the network or the flow, such as columns on a network without conditions.
     """
     network, source = values.network, values.source
     flow = choose_flow(values.flow, values.method, is_taught=values.teacher.teacher is not None)
@@ -163,14 +166,21 @@ def build_flow(values: TrainConfig, conditions: ConditionSpecs, space: Space) ->
     columns = {name: kind for name, kind in conditions.items() if has_columns and name != "labels"}
     shape = space.shape or ()
     kinds = {**(conditions if network.use_cfg else columns), **variant_conditions(space)}
+    flags = {name: "condition_on" if name in columns else "use_cfg" for name in kinds}
+    flags |= dict.fromkeys(variant_conditions(space), "augment")
     if source.is_given and not source.as_start:
-        kinds[SOURCE] = Picture(shape)
+        kinds[SOURCE], flags[SOURCE] = Picture(shape), "degrade" if source.source_path is None else "source_as"
     module = choose_network(network).build(
         shape=shape,
         channels=shape[0] if shape else None,
         image_size=min(shape[1:], default=None),
         conditions=kinds,
     )
+    # A network may leave out some of the conditions that a flag offers.
+    effective = {flags[name] for name in getattr(module, "conditions", {}) if name in flags}
+    for name, flag in flags.items():
+        if flag not in effective:
+            raise UsageError(f"--{flag} has no effect: {type(module).__name__} takes no condition {name}; leave it out")
     if network.gradient_checkpointing:
         checkpoint_gradients(module)
     arguments: dict[str, Any] = {}
@@ -188,6 +198,11 @@ def choose_network(config: NetworkConfig) -> Choice:
     given = arguments_from(config, ("dim", "dim_mults", "dropout"), choice.target)
     own = {"dropout": config.dropout} if "dropout" in needs_of(choice.target) else {}  # by default, a Unet has none
     return replace(choice, arguments=own | given | dict(choice.arguments))
+
+
+def takes_conditions(network: Choice) -> bool:
+    """Return whether a network asks for the conditions of the data, as one that is augmented needs to."""
+    return "conditions" in needs_of(network.target)
 
 
 def divisor_of(network: Choice) -> int:

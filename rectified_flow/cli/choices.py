@@ -10,7 +10,7 @@ import torch
 from accelerate import PartialState
 
 from rectified_flow.cli import facts, plan, reading
-from rectified_flow.cli.build import build_flow, choose_network, divisor_of
+from rectified_flow.cli.build import build_flow, choose_network, divisor_of, takes_conditions
 from rectified_flow.cli.data import build_space, can_augment, is_augmentable
 from rectified_flow.cli.distill import recipe_of
 from rectified_flow.cli.framing import FramedFlags, framing_of
@@ -66,7 +66,7 @@ def with_pictures(
 
 def with_recipe(settings: Settings[TrainConfig], source: ImageSource, budget: float | None) -> Settings[TrainConfig]:
     """Add the flags that suit the pictures of a source, and print them. Collective."""
-    values, size = settings.values, None
+    values, fixed, size = settings.values, fixed_flags(settings), None
     if budget is not None:
         rules = rules_of(TrainConfig)
         given = {name for name in settings.given if rules[name].fixes_size}
@@ -75,13 +75,22 @@ def with_recipe(settings: Settings[TrainConfig], source: ImageSource, budget: fl
             source,
             values.data,
             given,
-            settings.fixed,
+            fixed,
             plan.seconds_left(budget, facts.seconds_since(settings.began)),
             facts.precisions(values.run, values.method, settings.fixed),
             lambda flags: speed_of(settings.with_layer("given", flags)),  # flags of a trial override all others
         )
     divisor = divisor_of(choose_network(values.network))
-    return settings.with_layer("chosen", recipe(values.data, source, divisor, settings.fixed, size))
+    return settings.with_layer("chosen", recipe(values.data, source, divisor, fixed, size))
+
+
+def fixed_flags(settings: Settings[TrainConfig]) -> frozenset[str]:
+    """Return the names of the flags that are not to be chosen.
+
+    These are those that the user fixed, and the augmentation if the network cannot be told which changes were made.
+    """
+    takes = takes_conditions(choose_network(settings.values.network))
+    return settings.fixed if takes else settings.fixed | {"augment"}
 
 
 def recipe(
@@ -186,7 +195,7 @@ def with_plan(
         space: the space of the data.
     """
     values, distilled, elapsed = settings.values, distillation_of(settings.values), facts.seconds_since(settings.began)
-    network, fixed = choose_network(values.network), settings.fixed
+    network, fixed = choose_network(values.network), fixed_flags(settings)
     if facts.is_free(network, values.network, settings.given):
         fixed = fixed - {"network", "dim", "dim_mults"}  # a name without arguments fixes no size
     of_origin, why_network = facts.network_of_origin(values.init, values.data, distilled, fixed)

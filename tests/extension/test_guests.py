@@ -1,5 +1,6 @@
 """Tests of the custom parts of this folder, beyond the programs of tests/contract."""
 
+import json
 import re
 import shutil
 import wave
@@ -58,6 +59,36 @@ def test_a_network_without_the_end_of_an_interval_is_no_generator_in_one_step(
     """Refused before the first of both runs of ``--one_step``, too."""
     network = "--import tests.extension.own_space --network PointNetwork width=16"
     assert_refused(script, 1, f"{network} {flags} --output_dir {tmp_path}/run", "--network PointNetwork has no input r")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_network_without_conditions_trains_on_few_pictures_without_augmentation(
+    kind_runs: Callable[[str], Runs], tmp_path: Path
+) -> None:
+    flags = f"--dataset_path {kind_runs('pictures').data}/pictures --image_size 8 --output_dir {tmp_path}/run"
+    flags += " --import tests.extension.own_adapter --network Adapted width=8 --train_num_steps 1 --num_samples 0"
+    [(code, errors)] = run_on_ranks(1, program, "train_oxford.py", flags.split())
+    assert code == 0, errors
+    assert json.loads((tmp_path / "run/config.json").read_text())["training"]["augment"] == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags", "flag", "condition"),
+    [
+        ("pictures", "pictures --augment 0.1", "augment", "augmentation"),
+        ("pictures", "pictures --use_cfg", "use_cfg", "labels"),
+        ("columns", "columns --condition_on size", "condition_on", "size"),
+        ("pictures", "pictures --degrade grey", "degrade", "source"),
+        ("paired", "to --source_path {data}/from --source_as condition", "source_as", "source"),
+    ],
+)
+def test_conditions_that_a_network_does_not_take_are_refused(
+    kind: str, flags: str, flag: str, condition: str, kind_runs: Callable[[str], Runs], tmp_path: Path
+) -> None:
+    data = f"--dataset_path {{data}}/{flags} --image_size 8".format(data=kind_runs(kind).data)
+    network = "--import tests.extension.own_adapter --network Adapted width=8 --train_num_steps 1"
+    expected = f"--{flag} has no effect: Adapted takes no condition {condition}; leave it out"
+    assert_refused("train_oxford.py", 1, f"{data} {network} --output_dir {tmp_path}/run", expected)
     assert not (tmp_path / "run").exists()
 
 
