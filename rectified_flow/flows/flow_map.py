@@ -18,9 +18,11 @@ from rectified_flow.registry import register
 
 
 def takes_interval(network: nn.Module | type[nn.Module]) -> bool:
-    """Return whether a network has the input ``r``, the time at which an interval ends, beside the time ``t``."""
-    inputs = signature(network.forward).parameters.values()
-    return any(each.name == "r" or each.kind is each.VAR_KEYWORD for each in inputs)
+    """Return whether a network has the input ``r``, the time at which an interval ends, beside the time ``t``.
+
+    The input has to be named: ``**conditions`` would take it, too, but a network that names no ``r`` ignores it.
+    """
+    return "r" in signature(network.forward).parameters
 
 
 class FlowMap(Flow):

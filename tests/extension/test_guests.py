@@ -10,7 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from torch import Tensor, nn
 
+from rectified_flow import register
 from rectified_flow.load import load_flow
 from tests.contract.kinds import KINDS, SCHEDULE, Runs, words
 from tests.extension.own_sounds import read_sound
@@ -52,13 +54,22 @@ def test_without_its_module_the_kind_is_named(name: str, kind_runs: Callable[[st
     assert errors.count("\n") == 1
 
 
+@register(role="network")
+class WithoutIntervals(nn.Module):
+    """A network that takes any conditions, and ignores the end of an interval."""
+
+    def forward(self, x: Tensor, t: Tensor, **conditions: Tensor) -> Tensor:
+        return x
+
+
 @pytest.mark.parametrize(("script", "flags"), [("train_mean_flow.py", ""), ("train_oxford.py", "--one_step")])
+@pytest.mark.parametrize("network", ["PointNetwork width=16", "WithoutIntervals"])
 def test_a_network_without_the_end_of_an_interval_is_no_generator_in_one_step(
-    script: str, flags: str, tmp_path: Path
+    script: str, flags: str, network: str, tmp_path: Path
 ) -> None:
     """Refused before the first of both runs of ``--one_step``, too."""
-    network = "--import tests.extension.own_space --network PointNetwork width=16"
-    assert_refused(script, 1, f"{network} {flags} --output_dir {tmp_path}/run", "--network PointNetwork has no input r")
+    words = f"--import tests.extension.own_space --network {network} {flags} --output_dir {tmp_path}/run"
+    assert_refused(script, 1, words, f"--network {network.partition(' ')[0]} has no input r")
     assert not (tmp_path / "run").exists()
 
 
