@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils import clip_grad_norm_
 
+from rectified_flow.condition import chosen
 from rectified_flow.flows.flow import SOURCE, Flow
 from rectified_flow.randomness import BatchRows, deterministic
 from rectified_flow.runs.folder import precision_name
@@ -115,10 +116,11 @@ def measure_speed(
 
 
 def blank_item(flow: Flow, points: int, sides: list[int]) -> dict[str, Tensor]:
-    """Return a batch of one item of zeros, with a path of so many points if these are not 0."""
+    """Return a batch of one item of zeros without conditions, with a path of so many points if these are not 0."""
     space = flow.space
     zeros = torch.zeros(1, (space.shape or (0,))[0], *sides, device=flow.device)
-    batch = {space.key: space.to_stored(zeros)}
+    batch = {name: kind.none(1, flow.device) for name, kind in chosen(flow.conditions).items()}
+    batch[space.key] = space.to_stored(zeros)
     if flow.takes_source:
         batch[SOURCE] = zeros.half() if points else batch[space.key]
     if points:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from ema_pytorch import EMA
 
+from rectified_flow.condition import AugmentationLabels, Labels
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
@@ -89,6 +90,20 @@ def test_a_measured_step_clips_and_averages_as_a_run_does(
     monkeypatch.setattr(speed, "clip_grad_norm_", lambda *_: done.append("clip"))
     measured(flow_of(8), 2)
     assert done == ["clip", "average"] * steps, "the first step is not measured"
+
+
+def test_a_network_gets_its_conditions() -> None:
+    class Labelled(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conditions = {"labels": Labels(2), "augmentation": AugmentationLabels(14)}
+            self.layer = torch.nn.Embedding(3, 3)
+
+        def forward(self, x: torch.Tensor, t: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return x + self.layer(labels)[:, :, None, None]
+
+    flow = RectifiedFlow(Labelled(), space=Pixels((3, 8, 8)), condition_dropout=0.1)
+    assert measured(flow, 2).rate > 0
 
 
 def test_a_full_memory_has_no_speed() -> None:
