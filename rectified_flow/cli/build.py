@@ -162,8 +162,7 @@ def build_flow(values: TrainConfig, conditions: ConditionSpecs, space: Space) ->
     """
     network, source = values.network, values.source
     flow = choose_flow(values.flow, values.method, is_taught=values.teacher.teacher is not None)
-    has_columns = bool(values.columns.condition_on)
-    columns = {name: kind for name, kind in conditions.items() if has_columns and name != "labels"}
+    columns = columns_of(values, conditions)
     shape = space.shape or ()
     kinds = {**(conditions if network.use_cfg else columns), **variant_conditions(space)}
     flags = {name: "condition_on" if name in columns else "use_cfg" for name in kinds}
@@ -190,6 +189,12 @@ def build_flow(values: TrainConfig, conditions: ConditionSpecs, space: Space) ->
             name = "degrade" if source.source_path is None else "source_path"
             raise UsageError(f"--{name} has no effect: {flow.target.__name__} generates pictures from noise only")
     return flow.build(module, space=space, condition_dropout=CONDITION_DROPOUT, **arguments)
+
+
+def columns_of(values: TrainConfig, conditions: ConditionSpecs) -> ConditionSpecs:
+    """Return those of the conditions of the data that are columns of ``--condition_on``."""
+    is_given = bool(values.columns.condition_on)
+    return {name: kind for name, kind in conditions.items() if is_given and name != "labels"}
 
 
 def choose_network(config: NetworkConfig) -> Choice:

@@ -9,9 +9,11 @@ from rectified_flow.cli.data import can_augment, check_source
 from rectified_flow.cli.program_flags import check_outside
 from rectified_flow.cli.settings import check_rules
 from rectified_flow.cli.training_flags import DataConfig, NetworkConfig, TrainConfig
+from rectified_flow.condition import ConditionSpecs, Labels
 from rectified_flow.data.sources.huggingface import LABEL_COLUMNS
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import rules_of
+from rectified_flow.flows import Coupling
 from rectified_flow.flows.flow_map import FlowMap, takes_interval
 from rectified_flow.runs.folder import SAMPLES
 from rectified_flow.runs.training_config import TrainingConfig
@@ -73,6 +75,14 @@ def check_classes(items: Any, columns: Collection[str]) -> None:
     column = next((name for name in LABEL_COLUMNS if name in table), next(iter(table), "COLUMN"))
     advice = f"put the pictures of each class in a subfolder of its own, or pass --condition_on {column}=label"
     raise UsageError(f"--use_cfg needs labels: {advice} to use a column of texts as labels")
+
+
+def check_coupling(coupling: Coupling, conditions: ConditionSpecs) -> None:
+    """Raise a UsageError if a coupling has no effect, as hardly any rows of a batch have equal conditions."""
+    unequal = [name for name, kind in conditions.items() if not isinstance(kind, Labels)]
+    if coupling == "ot" and unequal:
+        pairs = f"pairs rows with equal conditions, and {unequal[0]} has few of them"
+        raise UsageError(f"--coupling ot {pairs}: leave it out, or pass labels only")
 
 
 def check_space(space: Space, *, crops: bool, evaluates: bool) -> None:

@@ -11,10 +11,11 @@ from accelerate.utils import set_seed
 
 from rectified_flow.cli import facts
 from rectified_flow.cli.budget import time_text
-from rectified_flow.cli.build import build_flow, choose_network, join
+from rectified_flow.cli.build import build_flow, choose_network, columns_of, join
 from rectified_flow.cli.callbacks import build_callbacks, write_sheet_of_dry_run
 from rectified_flow.cli.checks import (
     check_classes,
+    check_coupling,
     check_flags,
     check_items,
     check_sides,
@@ -143,9 +144,10 @@ def train_run(settings: Settings[TrainConfig]) -> bool:
         recorded=known,
         stores=not program.dry_run,
     )
+    columns = columns_of(values, opened.conditions)
+    check_coupling(values.flow.coupling, opened.conditions if values.network.use_cfg else columns)
     if values.network.use_cfg:
-        columns = {name for name in opened.conditions if name != "labels"} if values.columns.condition_on else set()
-        check_classes(opened.items, columns)
+        check_classes(opened.items, columns.keys())
     clock = None
     if has_begun:
         time = asked if program.budget else None

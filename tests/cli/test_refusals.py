@@ -71,7 +71,13 @@ REFUSALS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ),
         ("--exclude b/99.png", "--exclude names b/99.png, which is no image of pictures: correct"),
     ],
-    (TRAIN, COLUMNS): [("--condition_on text --text_tokens 4", "--text_tokens needs --text_encoder")],
+    (TRAIN, COLUMNS): [
+        ("--condition_on text --text_tokens 4", "--text_tokens needs --text_encoder"),
+        (
+            "--condition_on parity size --coupling ot",
+            "--coupling ot pairs rows with equal conditions, and size has few",
+        ),
+    ],
     (TRAIN, TRANSLATION): [
         ("--source_path {tmp}/nowhere", "--source_path {tmp}/nowhere is not a folder"),
         ("--source_path {paired.data}/to", "--source_path {paired.data}/to lies inside --dataset_path"),
