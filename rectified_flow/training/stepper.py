@@ -197,6 +197,12 @@ class TrainingState(checkpoint.Counters):
         ordered = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         state = {number: by_parameter[parameter] for number, parameter in enumerate(ordered)}
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+        for parameter, values in by_parameter.items():
+            loaded = self.optimizer.optimizer.state[parameter]
+            for key, value in values.items():
+                # Torch casts the tensors of a state to the type of their parameter.
+                if isinstance(value, Tensor) and value.dtype != loaded[key].dtype:
+                    loaded[key] = value.to(loaded[key].device)
 
 
 def _like(parameter: Tensor, value: Tensor | float) -> Tensor | float:

@@ -225,16 +225,17 @@ def test_muon_is_as_precise_under_autocast() -> None:
 
 
 class Halves(torch.optim.SGD):
-    """SGD with momentum on matrices and without on vectors, whose state has a tensor or a number."""
+    """SGD with momentum on matrices and without on vectors, whose state has tensors of other types or a number."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for parameter in group["params"]:
                 state = self.state[parameter]
                 if group["momentum"]:
-                    before = state.get("velocity", torch.zeros_like(parameter))
-                    state["velocity"] = group["momentum"] * before + parameter.grad
-                    parameter.data -= group["lr"] * state["velocity"]
+                    velocity = state.setdefault("velocity", torch.zeros_like(parameter, dtype=torch.bfloat16))
+                    velocity.mul_(group["momentum"]).add_(parameter.grad)
+                    state.setdefault("count", torch.zeros((), dtype=torch.int64)).add_(1)
+                    parameter.data -= group["lr"] * velocity
                 else:
                     state["times"] = state.get("times", 0) + 1
                     parameter.data -= group["lr"] / state["times"] * parameter.grad
