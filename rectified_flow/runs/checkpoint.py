@@ -279,13 +279,16 @@ def load_averaged(network: nn.Module, path: Path) -> None:
 def load_matching(network: nn.Module, path: Path) -> tuple[set[str], set[str]]:
     """Give ``network`` the averaged weights of the checkpoint at ``path`` that have the same names and shapes.
 
-    A network with a method ``align`` may rename them first, as :meth:`rectified_flow.networks.unet.Unet.align` does.
+    A network with a method ``align`` may rename them first, as :meth:`rectified_flow.networks.unet.Unet.align` does. Of
+    a flow with weights outside of its network, those of the network are taken.
 
     Returns:
         The names of the network's own weights that were taken, and of those that were not.
     """
-    saved = getattr(network, "align", dict)(load_tensors(path, *averaged_files(path)))
-    own = own_weights(network)
+    saved, own = load_tensors(path, *averaged_files(path)), own_weights(network)
+    if saved.keys().isdisjoint(own):  # then the names are those of a flow
+        saved = {key.removeprefix("network."): value for key, value in saved.items() if key.startswith("network.")}
+    saved = getattr(network, "align", dict)(saved)
     taken = {key: value for key, value in saved.items() if key in own and own[key].shape == value.shape}
     network.load_state_dict(taken, strict=False)
     return set(taken), own.keys() - taken.keys()

@@ -64,6 +64,23 @@ def test_a_mean_flow_starts_from_a_rectified_flow(source: Path) -> None:
     assert f"{total:,} of {total:,} weights" in started(flow, source)
 
 
+class Scaled(RectifiedFlow):
+    """A flow with a weight of its own, outside of its network."""
+
+    def __init__(self, network: Unet) -> None:
+        super().__init__(network)
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+
+def test_a_flow_starts_from_the_network_of_a_flow_with_further_weights(tmp_path: Path) -> None:
+    flow, saved = Scaled(unet()), Scaled(unet()).state_dict()
+    saved = {name: torch.randn_like(value) for name, value in saved.items()}
+    checkpoint.save(tmp_path / "checkpoints", 1, {checkpoint.MODEL_FILE: saved}, {})
+    total = sum(value.numel() for value in flow.network.state_dict().values())
+    assert f"{total:,} of {total:,} weights" in started(flow, tmp_path)
+    assert all(torch.equal(value, saved[f"network.{name}"]) for name, value in flow.network.state_dict().items())
+
+
 @pytest.mark.parametrize("conditions", [{}, {"labels": Labels(5)}])
 def test_where_nothing_fits(source: Path, conditions: ConditionSpecs) -> None:
     flow = RectifiedFlow(Unet(16, (1, 2), conditions=conditions, image_size=8, attention_sides=()))
