@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from random_fields import Law, draw_field
 from rectified_flow.cli.program_flags import ProgramConfig
-from rectified_flow.errors import UsageError
+from rectified_flow.errors import UsageError, first_line
 from rectified_flow.flags import Flags, Seed
+from rectified_flow.measurements.files import read_field
 from rectified_flow.measurements.scores import correlations, spectrum
 from rectified_flow.system.artifact import write_output
 from rectified_flow.system.files import prepare_folder, read_document, writing
@@ -71,12 +71,20 @@ def read_samples(folder: Path, law: Law) -> Tensor:
     paths = sorted(folder.glob("*.npy"))
     if not paths:
         raise UsageError(f"--samples {folder} has no .npy files: pass the folder that sample.py wrote")
-    samples = torch.stack([torch.from_numpy(np.load(path)) for path in paths])
-    if samples.shape[1:] != (2, law.side, law.side):
-        raise UsageError(
-            f"the samples have the shape {tuple(samples.shape[1:])}, not that of the law: pass their law with --law"
-        )
-    return samples
+    if further := sorted(folder.glob("grid-*.png")):  # the first call wrote grid.png
+        raise UsageError(f"--samples {folder} has the samples of several calls ({further[0].name}): pass those of one")
+    return torch.stack([read_sample(path, law) for path in paths])
+
+
+def read_sample(path: Path, law: Law) -> Tensor:
+    """Read a sample, ``[2, h, w]``."""
+    try:
+        values, *_ = read_field(path, channels_last=False)
+    except Exception as error:  # a damaged file raises exceptions of many types
+        raise UsageError(f"{path} cannot be read ({first_line(error)}): remove it") from error
+    if values.shape != (2, law.side, law.side):
+        raise UsageError(f"{path} has the shape {values.shape}, not that of the law: remove it, or pass its --law")
+    return torch.from_numpy(values)
 
 
 def plot(law: Law, deviations: dict[str, Tensor]) -> bytes:

@@ -91,5 +91,11 @@ def test_unusable_samples_are_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"--samples .*none has no \.npy files"):
         compared(tmp_path, "none")
     (tmp_path / "fields/law.json").write_text(json.dumps({"side": 8}))
-    with pytest.raises(UsageError, match=r"the shape \(2, 16, 16\), not that of the law: pass their law with --law"):
+    with pytest.raises(UsageError, match=r"0\.npy has the shape \(2, 16, 16\), not that of the law: remove it"):
         compare(parse(CompareFlags, "", f"--samples {tmp_path}/fields --law {tmp_path}/fields/law.json".split()))
+    (tmp_path / "fields/000007.npy").write_bytes((tmp_path / "fields/000008.npy").read_bytes()[:300])
+    with pytest.raises(UsageError, match=r"fields/000007\.npy cannot be read \(.*\): remove it"):
+        compared(tmp_path)
+    (tmp_path / "fields/grid-2.png").touch()
+    with pytest.raises(UsageError, match=r"fields has the samples of several calls \(grid-2\.png\): pass those of one"):
+        compared(tmp_path)
