@@ -26,7 +26,7 @@ from rectified_flow.runs import checkpoint
 from rectified_flow.runs.folder import check_start, prepare_folders, read_config
 from rectified_flow.system.artifact import claim
 from rectified_flow.system.terminal import line
-from wan_callbacks import LORA_FILE, TRANSFORMER, LoraFile, SampledClips, write_transformer
+from wan_callbacks import LORA_FILE, TRANSFORMER, LoraFile, SampledClips, write_lora, write_transformer
 from wan_flags import WanFlags
 from wan_flow import ClipFlow, ExpertTimes, WanNetwork
 from wan_pipeline import Wan
@@ -36,14 +36,16 @@ IDENTITY = ("model", "expert", "first_frame", "lora_rank", "lora_alpha", "time_s
 
 
 def check_same_run(flags: WanFlags) -> None:
-    """Raise a UsageError if the newest checkpoint is of a run with another model or objective."""
+    """Raise a UsageError if the newest undamaged checkpoint is of a run with another model or objective."""
     now = plain(flags)
-    for newest in checkpoint.list_checkpoints(flags.run.checkpoints)[-1:]:
-        then = read_config(newest / checkpoint.CONFIG_FILE)["training"]
-        for name in IDENTITY:
-            if then.get(name) != now[name]:
-                changed = f"{newest} was trained with --{name} {then.get(name)}, and this run has {now[name]}"
-                raise UsageError(f"{changed}: choose another --output_dir")
+    newest = checkpoint.newest_checkpoint(flags.run.checkpoints)
+    if newest is None:
+        return
+    then = read_config(newest / checkpoint.CONFIG_FILE)["training"]
+    for name in IDENTITY:
+        if then.get(name) != now[name]:
+            changed = f"{newest} was trained with --{name} {then.get(name)}, and this run has {now[name]}"
+            raise UsageError(f"{changed}: choose another --output_dir")
 
 
 def train(flags: WanFlags) -> bool:
@@ -81,6 +83,7 @@ def train(flags: WanFlags) -> bool:
     without_grid = replace(run_flags, num_samples=0)  # the pipeline samples, not the flow
     trainer = Trainer(flow, dataset, without_grid, callbacks=callbacks, flags=recorded(flags))
     finished = trainer.train()
-    if finished and not config.lora_rank:
-        write_transformer(trainer)  # also when a finished run is started again, after a kill or a full disk
+    if finished and state.is_main_process:  # also when a finished run starts again, after a kill or a full disk
+        write = write_lora if config.lora_rank else write_transformer
+        write(trainer)
     return finished

@@ -39,38 +39,38 @@ def transformer_of(trainer: Trainer) -> Any:
 
 
 class LoraFile(Callback):
-    """The averaged LoRA as a file for the pipeline's ``load_lora_weights``, written at each checkpoint.
-
-    The file has the settings of the LoRA: without them, an alpha other than the rank would be lost in loading.
-    """
+    """The file of the averaged LoRA, written at each checkpoint; an error in writing it does not end the run."""
 
     def on_checkpoint(self, trainer: Trainer, path: Path) -> None:
         """Write the file."""
-        from diffusers import WanPipeline
-        from peft import get_peft_model_state_dict
+        if trainer.accelerator.is_main_process:
+            with trainer.run.log.tolerant("the LoRA", (OSError, UsageError, RunError, SafetensorError)):
+                write_lora(trainer)
 
-        if not trainer.accelerator.is_main_process:
-            return
-        transformer, folder = transformer_of(trainer), trainer.config.output_dir
-        layers: Any = get_peft_model_state_dict(transformer)
-        settings = transformer.peft_config["default"].to_dict()
-        kinds = (OSError, UsageError, RunError, SafetensorError)
-        with trainer.run.log.tolerant("the LoRA", kinds), TemporaryDirectory(dir=folder) as stage:
-            WanPipeline.save_lora_weights(
-                stage,
-                weight_name=LORA_FILE,
-                transformer_lora_layers=layers,
-                transformer_lora_adapter_metadata=settings,
-            )
-            write_output(folder / LORA_FILE, (Path(stage) / LORA_FILE).read_bytes())
+
+def write_lora(trainer: Trainer) -> None:
+    """Write the averaged LoRA as a file for the pipeline's ``load_lora_weights``.
+
+    The file has the settings of the LoRA: without them, an alpha other than the rank would be lost in loading.
+    """
+    from diffusers import WanPipeline
+    from peft import get_peft_model_state_dict
+
+    transformer, folder = transformer_of(trainer), trainer.config.output_dir
+    layers: Any = get_peft_model_state_dict(transformer)
+    settings = transformer.peft_config["default"].to_dict()
+    with writing(folder / LORA_FILE), TemporaryDirectory(dir=folder) as stage:
+        WanPipeline.save_lora_weights(
+            stage, weight_name=LORA_FILE, transformer_lora_layers=layers, transformer_lora_adapter_metadata=settings
+        )
+        write_output(folder / LORA_FILE, (Path(stage) / LORA_FILE).read_bytes())
 
 
 def write_transformer(trainer: Trainer) -> None:
     """Write the averaged transformer as a folder for ``WanTransformer3DModel.from_pretrained``."""
     folder = trainer.config.output_dir / TRANSFORMER
-    if trainer.accelerator.is_main_process:
-        with writing(folder):
-            transformer_of(trainer).save_pretrained(folder)
+    with writing(folder):
+        transformer_of(trainer).save_pretrained(folder)
 
 
 class SampledClips(Measurement):

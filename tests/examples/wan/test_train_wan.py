@@ -215,6 +215,19 @@ def test_a_run_does_not_resume_as_another(runs: Path, models: dict[Kind, Path], 
     example.check_same_run(flags_of(f"{words} --caption_dropout 0.3"))
 
 
+def test_a_finished_run_writes_a_missing_lora_and_a_damaged_checkpoint_does_not_block_it(
+    runs: Path, models: dict[Kind, Path], clips: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(runs / "resumed", tmp_path / "again")
+    (tmp_path / "again" / LORA).unlink()
+    words = f"--model {models['text']} --dataset_path {clips} {FLAGS} --batch_size 2 --num_samples 0"
+    train([f"{words} --output_dir {tmp_path}/again"])
+    assert (tmp_path / "again" / LORA).read_bytes() == (runs / "1" / LORA).read_bytes()
+    (tmp_path / "again/checkpoints/step_00000004/config.json").write_text("{")
+    train([f"{words} --output_dir {tmp_path}/again"])
+    assert_same_bytes(runs / "1", tmp_path / "again", 4)
+
+
 def test_bad_input(models: dict[Kind, Path], clips: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for name in ("vace", "partless", "vision"):
