@@ -10,7 +10,7 @@ from accelerate import PartialState
 from accelerate.utils import set_seed
 
 from rectified_flow.cli.model_flags import ExportedConfig, ModelConfig, SamplingConfig, SolverConfig
-from rectified_flow.cli.training_flags import FlowConfig, Method, NetworkConfig, TrainConfig
+from rectified_flow.cli.training_flags import ColumnConfig, FlowConfig, Method, NetworkConfig, TrainConfig
 from rectified_flow.condition import ConditionSpecs, Picture, chosen
 from rectified_flow.data.metadata import identity_of
 from rectified_flow.distributed import check_equal, join_processes, on_main
@@ -162,7 +162,7 @@ def build_flow(values: TrainConfig, conditions: ConditionSpecs, space: Space) ->
     """
     network, source = values.network, values.source
     flow = choose_flow(values.flow, values.method, is_taught=values.teacher.teacher is not None)
-    columns = columns_of(values, conditions)
+    columns = columns_of(values.columns, conditions)
     shape = space.shape or ()
     kinds = {**(conditions if network.use_cfg else columns), **variant_conditions(space)}
     flags = {name: "condition_on" if name in columns else "use_cfg" for name in kinds}
@@ -191,10 +191,9 @@ def build_flow(values: TrainConfig, conditions: ConditionSpecs, space: Space) ->
     return flow.build(module, space=space, condition_dropout=CONDITION_DROPOUT, **arguments)
 
 
-def columns_of(values: TrainConfig, conditions: ConditionSpecs) -> ConditionSpecs:
+def columns_of(flags: ColumnConfig, conditions: ConditionSpecs) -> ConditionSpecs:
     """Return those of the conditions of the data that are columns of ``--condition_on``."""
-    is_given = bool(values.columns.condition_on)
-    return {name: kind for name, kind in conditions.items() if is_given and name != "labels"}
+    return {name: kind for name, kind in conditions.items() if flags.condition_on and name != "labels"}
 
 
 def choose_network(config: NetworkConfig) -> Choice:

@@ -26,7 +26,7 @@ from rectified_flow.distributed import on_main
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import rules_of
 from rectified_flow.networks.unet import Unet
-from rectified_flow.parts import name_of
+from rectified_flow.parts import Choice, name_of
 from rectified_flow.spaces.space import Space, with_augmentation
 from rectified_flow.system.terminal import line, lines
 from rectified_flow.training.clock import Clock
@@ -66,7 +66,9 @@ def with_pictures(
 
 def with_recipe(settings: Settings[TrainConfig], source: ImageSource, budget: float | None) -> Settings[TrainConfig]:
     """Add the flags that suit the pictures of a source, and print them. Collective."""
-    values, fixed, size = settings.values, fixed_flags(settings), None
+    values, size = settings.values, None
+    network = choose_network(values.network)
+    fixed = fixed_flags(settings.fixed, network)
     if budget is not None:
         rules = rules_of(TrainConfig)
         given = {name for name in settings.given if rules[name].fixes_size}
@@ -80,17 +82,16 @@ def with_recipe(settings: Settings[TrainConfig], source: ImageSource, budget: fl
             facts.precisions(values.run, values.method, settings.fixed),
             lambda flags: speed_of(settings.with_layer("given", flags)),  # flags of a trial override all others
         )
-    divisor = divisor_of(choose_network(values.network))
+    divisor = divisor_of(network)
     return settings.with_layer("chosen", recipe(values.data, source, divisor, fixed, size))
 
 
-def fixed_flags(settings: Settings[TrainConfig]) -> frozenset[str]:
+def fixed_flags(fixed: frozenset[str], network: Choice) -> frozenset[str]:
     """Return the names of the flags that are not to be chosen.
 
     These are those that the user fixed, and the augmentation if the network cannot be told which changes were made.
     """
-    takes = takes_conditions(choose_network(settings.values.network))
-    return settings.fixed if takes else settings.fixed | {"augment"}
+    return fixed if takes_conditions(network) else fixed | {"augment"}
 
 
 def recipe(
@@ -195,7 +196,8 @@ def with_plan(
         space: the space of the data.
     """
     values, distilled, elapsed = settings.values, distillation_of(settings.values), facts.seconds_since(settings.began)
-    network, fixed = choose_network(values.network), fixed_flags(settings)
+    network = choose_network(values.network)
+    fixed = fixed_flags(settings.fixed, network)
     if facts.is_free(network, values.network, settings.given):
         fixed = fixed - {"network", "dim", "dim_mults"}  # a name without arguments fixes no size
     of_origin, why_network = facts.network_of_origin(values.init, values.data, distilled, fixed)

@@ -144,7 +144,7 @@ def train_run(settings: Settings[TrainConfig]) -> bool:
         recorded=known,
         stores=not program.dry_run,
     )
-    columns = columns_of(values, opened.conditions)
+    columns = columns_of(values.columns, opened.conditions)
     check_coupling(values.flow.coupling, opened.conditions if values.network.use_cfg else columns)
     if values.network.use_cfg:
         check_classes(opened.items, columns.keys())
