@@ -155,6 +155,15 @@ def planned(settings: Settings[TrainConfig], count: int, rate: Callable[[TrainCo
         return choices.with_plan(settings, time, count, {}, space)[0].values
 
 
+def without(flag: str, words: list[str]) -> list[str]:
+    """Return the words of a command line without a list, which must not be given twice."""
+    if flag not in words:
+        return words
+    at = words.index(flag)
+    end = next((place for place in range(at + 1, len(words)) if words[place].startswith("--")), len(words))
+    return words[:at] + words[end:]
+
+
 def program(name: str, argv: list[str], variables: dict[str, str] | None = None) -> tuple[int, str]:
     """Run a script; returns its exit code and what it wrote to stderr. It must not end well on several ranks."""
     os.environ.update(variables or {})

@@ -36,7 +36,7 @@ from rectified_flow.errors import UsageError
 from rectified_flow.flags import flag_types
 from rectified_flow.studio.flags import StudioConfig
 from tests.patience import PATIENCE
-from tests.programs import constant_speed, program, quick_frechet_distance, stand_in
+from tests.programs import constant_speed, program, quick_frechet_distance, stand_in, without
 from tests.ranks import run_on_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -307,13 +307,13 @@ def tiny(name: str, flags: list[str]) -> list[str]:
     if name == "sample.py":
         return [*flags, "--num_samples", "2", "--steps", "1"]
     if name == "evaluate.py":
-        return [*flags, *TINY_EVALUATION.split()]
+        return [*without("--steps", flags), *TINY_EVALUATION.split()]
     if "--dataset" in flags:  # other pictures take its place
         at = flags.index("--dataset")
         flags = flags[:at] + flags[at + 2 :]
     more = [words for flag, words in TINY_IF_GIVEN.items() if flag in flags]
     length = [] if {"--num_epochs", "--budget"} & set(flags) else ["--train_num_steps", "2"]
-    return [*flags, *TINY_TRAINING.split(), *length, *" ".join(more).split()]
+    return [*without("--dim_mults", flags), *TINY_TRAINING.split(), *length, *" ".join(more).split()]
 
 
 def run_command(name: str, flags: list[str], folder: Path) -> None:

@@ -135,9 +135,13 @@ def read_settings(
         name = word if word.startswith("--") else "an argument"
         if value == "" or name.endswith("="):  # an empty path would mean the current folder
             raise UsageError(f"{name.rstrip('=')} is empty: check whether a variable is unset")
-    words = (word.split("=")[0].lstrip("-").replace("-", "_") for word in arguments if word.startswith("--"))
+    words = [word.split("=")[0].lstrip("-").replace("-", "_") for word in arguments if word.startswith("--")]
     names = {word.removeprefix("no_") for word in words}
     values, defaults = values_of(_parsed(config_class, description, arguments, quiet=quiet)), values_of(config_class())
+    for name, kind in flag_types(config_class).items():  # the parser would drop the values of all but the last
+        is_list = isinstance(values[name], tuple) and tyro.conf.UseAppendAction not in getattr(kind, "__metadata__", ())
+        if is_list and words.count(name) > 1:
+            raise UsageError(f"--{name} is given twice: pass all values after one --{name}")
     # An argument without a flag, such as the folder of watch, has no name on the command line.
     given = {name for name, value in values.items() if name in names or not is_default(value, defaults[name])}
     layers: dict[Layer, Flags] = {"given": {name: value for name, value in values.items() if name in given}}

@@ -259,6 +259,25 @@ def test_a_hint_names_the_flag_that_was_meant(
     assert errors.count(": pass ") == hint.count(": pass ")
 
 
+@pytest.mark.parametrize(
+    ("kind", "words", "flag"),
+    [
+        (TrainConfig, "--exclude a.png --exclude b.png", "exclude"),
+        (TrainConfig, "--condition-on=text --condition_on size", "condition_on"),
+        (TrainConfig, "--import json --seed 1 --import=csv", "import"),
+        (SampleConfig, "--guidance a=1 --guidance b=2", "guidance"),
+    ],
+)
+def test_a_list_that_is_given_twice_is_refused(kind: type[Any], words: str, flag: str) -> None:
+    with pytest.raises(UsageError, match=f"--{flag} is given twice: pass all values after one --{flag}$"):
+        read_settings(kind, "", words.split())
+
+
+def test_conditions_that_are_set_one_by_one_all_count() -> None:
+    settings = read_settings(SampleConfig, "", "--set a=1 --set b=2 --seed 1 --seed 2".split())
+    assert (settings.values.samples.set_, settings.values.samples.seed) == ((("a=1",), ("b=2",)), 2)
+
+
 def test_words_of_a_time_are_joined() -> None:
     program = settings_of("--dataset_path x --budget 1 h 30 min --one_step").values.program
     assert (program.budget, program.one_step) == ("1 h 30 min", True)

@@ -164,7 +164,7 @@ def moved_autoencoder(folder: Path) -> list[tuple[int, str]]:
     """Train a one-step flow on latents, move the autoencoder, and sample without it, with another one and with it."""
     vae, moved, other = save_tiny("AutoencoderKL", folder / "vae"), folder / "moved", folder / "other"
     save_tiny("AutoencoderKL", other, seed=1)
-    flags = f"--dataset_path {folder}/pictures --image_size 32 --autoencoder {vae} {SMALL} --dim_mults 1"
+    flags = f"--dataset_path {folder}/pictures --image_size 32 --autoencoder {vae} {SMALL}"
     flags += f" --batch_size 4 --train_num_steps 2 --output_dir {folder}/run"
     ended = [program("train_mean_flow.py", flags.split())]
     vae.rename(moved)
