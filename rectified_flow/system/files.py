@@ -177,8 +177,9 @@ def read_text(path: Path) -> str:
 
 
 def read_lines(path: Path) -> list[str]:
-    """Read the lines of a text that are not empty, with the errors of :func:`reading`."""
-    return [line.strip() for line in read_bytes(path).decode("utf-8-sig", "replace").splitlines() if line.strip()]
+    """Read the lines of a text that are not empty, as :func:`read_text` does."""
+    # Not by splitlines, which also cuts a line at characters such as U+2028 that are copied with a text.
+    return [line.strip() for line in read_text(path).split("\n") if line.strip()]
 
 
 def hash_file(path: Path) -> str:

@@ -12,7 +12,15 @@ from typing import Any, Literal
 import pytest
 
 from rectified_flow.errors import DamageError, NewerError, UsageError
-from rectified_flow.system.files import hash_file, parse_document, read_bytes, read_document, replace_file, writing
+from rectified_flow.system.files import (
+    hash_file,
+    parse_document,
+    read_bytes,
+    read_document,
+    read_lines,
+    replace_file,
+    writing,
+)
 from tests.system.refusing import refusing
 
 FORK = multiprocessing.get_context("fork")
@@ -168,3 +176,16 @@ def test_a_key_of_a_newer_version(document: dict[str, Any]) -> None:
         NewerError, match=r"^the text was written by a newer version .* 'parts.x.later'|'later'.*: upgrade"
     ):
         parse_document(json.dumps(document), Document, "the text")
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_lines_end_at_the_ends_of_lines_alone(encoding: str, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_bytes(" caf\xe9\r\n\r\none\u2028line\x0bof\x85text\nlast".encode(encoding))
+    assert read_lines(path) == ["caf\xe9", "one\u2028line\x0bof\x85text", "last"]
+
+
+def test_lines_of_windows_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_bytes("caf\xe9".encode("cp1252"))
+    with pytest.raises(UsageError, match="prompts.txt is not encoded as UTF-8, but perhaps as Windows-1252: save it"):
+        read_lines(tmp_path / "prompts.txt")
