@@ -1,12 +1,16 @@
-"""Tests of the wheel: its files, and its programs outside of the repository."""
+"""Tests of the package as it is delivered: the wheel, its programs outside of the repository, and a checkout."""
 
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+
+from rectified_flow.cli.training_flags import STARTERS
+from rectified_flow.system.artifact import find_damage
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = "--image_size 16 --dim 16 --dim_mults 1 2 --batch_size 4 --num_samples 4 --sample_steps 2 --save_every 2"
@@ -58,3 +62,19 @@ programs.main()
     command("evaluate --checkpoint run --feature_network efficientnet_lite0 --num_samples 4 --steps 2")
     command("export --checkpoint map --format page")
     assert (work / "map" / "exported" / "index.html").exists()
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+def test_a_checkout_with_line_ends_of_windows_has_the_committed_bytes(tmp_path: Path) -> None:
+    """A changed byte of a starter would end every run that begins at it, and bash refuses a carriage return."""
+    shutil.copytree(STARTERS, tmp_path / STARTERS.relative_to(ROOT))
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    shutil.copy(ROOT / ".gitattributes", tmp_path)
+    for words in ("init", "add .", "checkout-index --all --prefix=checkout/"):
+        subprocess.run(["git", "-c", "core.autocrlf=true", *words.split()], cwd=tmp_path, check=True, capture_output=True)
+    checkout = tmp_path / "checkout"
+    steps = [*(checkout / STARTERS.relative_to(ROOT)).glob("*/step_*")]
+    assert len(steps) > 1
+    assert {step: find_damage(step) for step in steps} == dict.fromkeys(steps)
+    for script in (checkout / "scripts").glob("*.sh"):
+        assert b"\r" not in script.read_bytes()
