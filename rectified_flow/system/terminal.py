@@ -37,10 +37,17 @@ def prepare_streams() -> None:
 
     Each line is written at once, so that a file has it even if the program is killed.
     """
-    sys.stdout, sys.stderr = (_prepared(stream) for stream in (sys.stdout, sys.stderr))
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:  # the caller closed it: the next file that is opened would get the lines
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    sys.stdout, sys.stderr = _prepared(sys.stdout, 1), _prepared(sys.stderr, 2)
 
 
-def _prepared(stream: TextIO) -> TextIO:
+def _prepared(stream: TextIO | None, number: int) -> TextIO:
+    if stream is None:  # its descriptor was closed
+        stream = TextIOWrapper(FileIO(number, "w", closefd=False))
     if not isinstance(stream, TextIOWrapper):  # notebooks and tests use streams of other classes
         return stream
     try:

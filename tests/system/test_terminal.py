@@ -60,6 +60,28 @@ def test_a_file_has_each_line_of_a_program_that_is_killed(tmp_path: Path) -> Non
     assert (tmp_path / "log.txt").read_text() == "one line\n"
 
 
+WITHOUT_STREAMS = """
+import os, sys
+from rectified_flow.system.terminal import prepare_streams, progress_bar
+prepare_streams()
+with open("file", "wb", buffering=0) as file:
+    print("a line")
+    print("a line", file=sys.stderr)
+    list(progress_bar(iterable=range(2)))
+    for descriptor in (1, 2):
+        os.write(descriptor, b"a line")
+    file.write(b"content")
+"""
+
+
+@pytest.mark.parametrize("closed", ["2>&-", ">&-", "<&- >&- 2>&-"])
+def test_a_stream_that_is_closed_takes_nothing_and_no_file_takes_its_place(closed: str, tmp_path: Path) -> None:
+    command = ["sh", "-c", f'"$@" {closed}', "sh", sys.executable, "-c", WITHOUT_STREAMS]
+    variables = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    done = subprocess.run(command, cwd=tmp_path, env=variables, check=False, capture_output=True)
+    assert (done.returncode, (tmp_path / "file").read_bytes()) == (0, b"content"), done.stderr
+
+
 def test_a_reader_that_leaves_after_a_line_ends_no_program() -> None:
     """``rectified-flow --help | head -1``: no error is printed, and the exit code is that of a success."""
     end, start = os.pipe()
