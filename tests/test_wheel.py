@@ -71,7 +71,9 @@ def test_a_checkout_with_line_ends_of_windows_has_the_committed_bytes(tmp_path: 
     shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
     shutil.copy(ROOT / ".gitattributes", tmp_path)
     for words in ("init", "add .", "checkout-index --all --prefix=checkout/"):
-        subprocess.run(["git", "-c", "core.autocrlf=true", *words.split()], cwd=tmp_path, check=True, capture_output=True)
+        subprocess.run(
+            ["git", "-c", "core.autocrlf=true", *words.split()], cwd=tmp_path, check=True, capture_output=True
+        )
     checkout = tmp_path / "checkout"
     steps = [*(checkout / STARTERS.relative_to(ROOT)).glob("*/step_*")]
     assert len(steps) > 1

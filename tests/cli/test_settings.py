@@ -274,7 +274,7 @@ def test_a_list_that_is_given_twice_is_refused(kind: type[Any], words: str, flag
 
 
 def test_conditions_that_are_set_one_by_one_all_count() -> None:
-    settings = read_settings(SampleConfig, "", "--set a=1 --set b=2 --seed 1 --seed 2".split())
+    settings = read_settings(SampleConfig, "", ["--set", "a=1", "--set", "b=2", "--seed", "1", "--seed", "2"])
     assert (settings.values.samples.set_, settings.values.samples.seed) == ((("a=1",), ("b=2",)), 2)
 
 

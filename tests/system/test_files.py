@@ -187,5 +187,5 @@ def test_lines_end_at_the_ends_of_lines_alone(encoding: str, tmp_path: Path) -> 
 
 def test_lines_of_windows_are_refused(tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_bytes("caf\xe9".encode("cp1252"))
-    with pytest.raises(UsageError, match="prompts.txt is not encoded as UTF-8, but perhaps as Windows-1252: save it"):
+    with pytest.raises(UsageError, match=r"prompts\.txt is not encoded as UTF-8, but perhaps as Windows-1252: save"):
         read_lines(tmp_path / "prompts.txt")
