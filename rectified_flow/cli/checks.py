@@ -11,6 +11,7 @@ from rectified_flow.cli.settings import check_rules
 from rectified_flow.cli.training_flags import DataConfig, NetworkConfig, TrainConfig
 from rectified_flow.condition import ConditionSpecs, Labels
 from rectified_flow.data.sources.huggingface import LABEL_COLUMNS
+from rectified_flow.data.store_writer import default_cache_dir
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import rules_of
 from rectified_flow.flows import Coupling
@@ -29,7 +30,8 @@ def check_flags(values: TrainConfig, given: Collection[str]) -> None:
         needed = "has no effect with --teacher" if has_teacher else "needs --teacher: pass the run of a rectified flow"
         raise UsageError(f"--method {method} {needed}")
     source = values.source.source_path
-    written = {"output_dir": run.output_dir, "checkpoint_dir": run.checkpoints, "cache_dir": values.data.cache_dir}
+    cache_dir = values.data.cache_dir or default_cache_dir()
+    written = {"output_dir": run.output_dir, "checkpoint_dir": run.checkpoints, "cache_dir": cache_dir}
     for name, folder in {"dataset_path": values.data.dataset_path, "source_path": source}.items():
         check_outside(name, folder, **written)
         check_outside(name, folder, output_dir=run.output_dir / SAMPLES)

@@ -175,8 +175,8 @@ STORE_VERSION, CHUNK = 9, 64  # version of the stored images, and number of imag
 
 def default_cache_dir() -> Path:
     """Return the default folder of stores: ``$RECTIFIED_FLOW_CACHE``, else the user's cache folder."""
-    base = os.environ.get("XDG_CACHE_HOME", "~/.cache")
-    path = Path(os.environ.get("RECTIFIED_FLOW_CACHE", f"{base}/rectified-flow"))
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"  # an empty variable is one that is not set
+    path = Path(os.environ.get("RECTIFIED_FLOW_CACHE") or f"{base}/rectified-flow")
     return usable_path("the default `cache_dir`", path)
 
 

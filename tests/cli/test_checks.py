@@ -30,6 +30,17 @@ def test_classes_in_a_column_of_texts_are_named(tmp_path: Path) -> None:
     assert_refused("train_oxford.py", 1, columns, "leave it out; --condition_on works without it")
 
 
+def test_a_cache_in_the_pictures_is_refused_although_no_flag_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sheet of a dry run, which is beside the store, would be a picture of the next run."""
+    Image.new("RGB", (8, 8)).save(tmp_path / "0.png")
+    monkeypatch.setenv("RECTIFIED_FLOW_CACHE", str(tmp_path / "cache"))
+    words = f"--dataset_path {tmp_path} {TINY} --output_dir {tmp_path.parent}/run --dry_run"
+    assert_refused("train_oxford.py", 1, words, f"--cache_dir {tmp_path}/cache lies inside --dataset_path {tmp_path}:")
+    assert [path.name for path in tmp_path.iterdir()] == ["0.png"]
+
+
 @pytest.mark.parametrize(
     "make", [os.mkfifo, lambda path: os.symlink("nowhere", path), Path.touch], ids=["FIFO", "dangling link", "empty"]
 )

@@ -19,7 +19,7 @@ from rectified_flow.data.sources.folder import FileFolder
 from rectified_flow.data.sources.huggingface import HuggingFaceSource
 from rectified_flow.data.sources.synthetic_flowers import SPECIES, SyntheticFlowers
 from rectified_flow.data.store import ImageDataset
-from rectified_flow.data.store_writer import open_store
+from rectified_flow.data.store_writer import default_cache_dir, open_store
 from rectified_flow.errors import DamageError, UsageError
 from tests.system.refusing import refusing
 
@@ -175,6 +175,19 @@ def test_a_folder_behind_a_link_may_have_a_name_that_is_not_utf8(tmp_path: Path)
     assert open_dataset("", tmp_path / "cafe", image_size=4).description == "caf\\udce9: 1 images of 4 px"
     with pytest.raises(UsageError, match=r"^the folder .*/caf\\udce9 cannot be used \(its name is not UTF-8\)"):
         open_dataset("", tmp_path / LATIN, image_size=4)
+
+
+@pytest.mark.parametrize(
+    ("cache", "base", "folder"),
+    [("", "", "home/.cache/rectified-flow"), ("", "base", "base/rectified-flow"), ("own", "base", "own")],
+)
+def test_an_empty_variable_names_no_folder(
+    cache: str, base: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for name, value in {"RECTIFIED_FLOW_CACHE": cache, "XDG_CACHE_HOME": base}.items():
+        monkeypatch.setenv(name, value and str(tmp_path / value))
+    assert default_cache_dir() == tmp_path / folder
 
 
 def test_the_name_of_a_store_is_as_long_as_file_systems_allow(tmp_path: Path) -> None:
