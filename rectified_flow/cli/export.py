@@ -1,6 +1,6 @@
 """Write a trained flow as a program for other software, or as a web page that samples in a browser."""
 
-import webbrowser
+import signal
 from pathlib import Path
 
 from rectified_flow.cli.build import prepare_parts
@@ -12,7 +12,7 @@ from rectified_flow.load import read_trained
 from rectified_flow.parts import arguments_from, choose
 from rectified_flow.runs import checkpoint
 from rectified_flow.system.files import prepare_folder
-from rectified_flow.system.serving import server_of
+from rectified_flow.system.serving import browser_with_window, serving
 from rectified_flow.system.terminal import lines
 
 
@@ -37,7 +37,8 @@ def export(config: ExportConfig) -> None:
 
 def _open(folder: Path) -> None:
     """Serve the page in a folder until Ctrl-C, and open it in a browser."""
-    with server_of(folder) as (server, address):
-        print(lines({"server": f"{address}, until Ctrl-C"}), flush=True)
-        webbrowser.open(address)
-        server.serve_forever()
+    with serving(folder) as address:
+        print(lines({"server": f"{address} until Ctrl-C"}), flush=True)
+        if browser := browser_with_window():
+            browser.open(address)
+        signal.pause()

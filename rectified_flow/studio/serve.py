@@ -10,6 +10,7 @@ from rectified_flow.errors import UsageError
 from rectified_flow.studio.flags import LOCALHOST, PageConfig, StudioConfig
 from rectified_flow.studio.jobs import STUDIO, jobs, resume
 from rectified_flow.system.files import prepare_folder
+from rectified_flow.system.serving import browser_with_window
 from rectified_flow.system.terminal import lines
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def open_page(flags: PageConfig, *, inline: bool = False) -> None:
             share=False,
             enable_monitoring=False,
             inline=inline,
-            inbrowser=flags.open,
+            inbrowser=flags.open and browser_with_window() is not None,
             prevent_thread_lock=True,
             quiet=True,
             show_error=True,

@@ -1,5 +1,6 @@
 """Serve a folder to the browsers of this machine."""
 
+import webbrowser
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -16,16 +17,21 @@ class QuietHandler(SimpleHTTPRequestHandler):
 
 
 @contextmanager
-def server_of(folder: Path, handler: type[QuietHandler] = QuietHandler) -> Iterator[tuple[ThreadingHTTPServer, str]]:
-    """Return a server of a folder that does not serve yet, and its address."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=folder)) as server:
-        yield server, f"http://127.0.0.1:{server.server_port}"
-
-
-@contextmanager
 def serving(folder: Path, handler: type[QuietHandler] = QuietHandler) -> Iterator[str]:
     """Serve a folder inside the block, in another thread, and return its address."""
-    with server_of(folder, handler) as (server, address):
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=folder)) as server:
         Thread(target=server.serve_forever, daemon=True).start()
-        yield f"{address}/"
-        server.shutdown()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/"
+        finally:
+            server.shutdown()
+
+
+def browser_with_window() -> webbrowser.BaseBrowser | None:
+    """Return the browser of this machine; None if there is none but in the terminal, which would occupy the program."""
+    try:
+        browser = webbrowser.get()
+    except webbrowser.Error:
+        return None
+    is_text = type(browser) is webbrowser.GenericBrowser or not getattr(browser, "background", True)
+    return None if is_text else browser

@@ -3,10 +3,9 @@
 import hashlib
 import json
 import re
-from http.server import ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from urllib.request import urlopen
+from webbrowser import BackgroundBrowser, GenericBrowser
 
 import pytest
 
@@ -24,6 +23,7 @@ from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.text.caption import Caption
 from rectified_flow.text.encoders import BagOfWords
 from tests.extension.own_adapter import Adapted
+from tests.patience import PATIENCE
 from tests.programs import call, stand_in
 from tests.tiny_flows import unet_with, write
 
@@ -115,20 +115,24 @@ def test_the_hash_is_that_of_samples_also_with_frozen_weights(tmp_path: Path) ->
     assert json.loads(page(trained).finish({})["model.json"])["hash"] == before
 
 
-def test_the_page_is_served_and_opened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("kind", "is_opened"), [(BackgroundBrowser, True), (GenericBrowser, False), (None, False)])
+def test_the_page_is_served_and_opened_in_a_window(
+    kind: type[BackgroundBrowser] | None,
+    is_opened: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    opened: list[str] = []
+    """A browser in the terminal would occupy the program; the page is served before any browser asks for it."""
     contents: list[bytes] = []
 
-    def visit(server: ThreadingHTTPServer) -> None:
-        visitor = Thread(target=lambda: contents.append(urlopen(f"{opened[0]}/model.json").read()))
-        visitor.start()
-        server.handle_request()
-        visitor.join()
+    def open_page(_browser: BackgroundBrowser, address: str) -> None:
+        contents.append(urlopen(f"{address}model.json", timeout=PATIENCE).read())
 
-    monkeypatch.setattr("webbrowser.open", opened.append)
-    monkeypatch.setattr(ThreadingHTTPServer, "serve_forever", visit)
+    monkeypatch.setattr("webbrowser.BackgroundBrowser.open", open_page)
+    monkeypatch.setattr("webbrowser._tryorder", ["own"] if kind else [])
+    monkeypatch.setattr("webbrowser._browsers", {"own": [None, kind("own")]} if kind else {})
+    monkeypatch.setattr("signal.pause", lambda: None)
     export_page(tmp_path, "--open")
-    assert contents == [(tmp_path / "exported/model.json").read_bytes()]
-    assert f"server      {opened[0]}, until Ctrl-C" in capsys.readouterr().out
+    assert contents == [(tmp_path / "exported/model.json").read_bytes()] * is_opened
+    assert "/ until Ctrl-C" in capsys.readouterr().out
