@@ -2,6 +2,7 @@
 
 import signal
 from pathlib import Path
+from shlex import quote
 
 from rectified_flow.cli.build import prepare_parts
 from rectified_flow.cli.model_flags import ExportConfig
@@ -29,7 +30,7 @@ def export(config: ExportConfig) -> None:
     folder = prepare_folder("output_dir", flags.output_dir or trained.run_folder / "exported")
     report: dict[str, object] = {"model": trained, **write(exported, folder)}
     if INDEX in exported.names:
-        report["page"] = f"{folder / INDEX}, to be served: python -m http.server --directory {folder}"
+        report["page"] = f"{folder / INDEX}, to be served: python -m http.server --directory {quote(str(folder))}"
     print(lines(report), flush=True)
     if flags.open:
         _open(folder)

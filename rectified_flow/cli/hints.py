@@ -1,9 +1,12 @@
 """Hints at the flag that was meant, for words of a command line that no flag has."""
 
-from collections.abc import Collection, Sequence
-from itertools import pairwise
+from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise, takewhile
+from os.path import exists
+from pathlib import Path
+from typing import get_args
 
-FOLDER, MODEL = "--dataset_path", "--checkpoint"
+FOLDER, MODEL, TEACHER, WEIGHTS = "--dataset_path", "--checkpoint", "--teacher", "--init_from"
 OF_OTHERS: dict[str, tuple[str, ...]] = {
     "weight_decay": ("--optimizer weight_decay=0.01",),
     "adam_weight_decay": ("--optimizer weight_decay=0.01",),
@@ -26,7 +29,10 @@ OF_OTHERS: dict[str, tuple[str, ...]] = {
     "lr_scheduler": ("--lr_decay",),
     **dict.fromkeys(("folder", "dir", "path", "input"), (FOLDER, MODEL)),
     **dict.fromkeys(("data", "data_dir", "data_path", "dataset_dir", "images", "image_dir", "pictures"), (FOLDER,)),
-    **dict.fromkeys(("model", "model_path", "run", "run_dir", "ckpt", "ckpt_path", "weights"), (MODEL, "--init_from")),
+    **dict.fromkeys(
+        ("model", "model_path", "run", "run_dir", "ckpt", "ckpt_path", "weights"), (MODEL, WEIGHTS, TEACHER)
+    ),
+    "checkpoint": (WEIGHTS, TEACHER),
     **dict.fromkeys(("output", "out", "outdir", "out_dir", "save_dir", "results_folder"), ("--output_dir",)),
     **dict.fromkeys(("num_images", "n_samples", "count"), ("--num_samples",)),
     **dict.fromkeys(("time", "max_time", "duration"), ("--budget",)),
@@ -34,27 +40,51 @@ OF_OTHERS: dict[str, tuple[str, ...]] = {
 """Flags of other programs that people type, and the flags here; a program has the first one that it knows."""
 
 
-def hints(unknown: Sequence[str], arguments: Sequence[str], known: Collection[str]) -> list[str]:
+def hints(
+    unknown: Sequence[str], arguments: Sequence[str], known: Mapping[str, object], run_flag: str = ""
+) -> list[str]:
     """Return a line for each unknown word of a command line that a flag of the program may replace.
 
     Args:
         unknown: the words that belong to no flag.
         arguments: all words of the command line.
-        known: names of the flags of the program.
+        known: types of the flags of the program by name.
+        run_flag: the flag of the program's own that takes a run, if there is one; it precedes others.
     """
     texts = []
     before = {word: previous for previous, word in pairwise(["", *arguments])}
     for previous, word in pairwise(["", *unknown]):
         name = word.split("=")[0].lstrip("-").replace("-", "_")
         if word.startswith("--"):
-            texts += [f"{word.split('=')[0]}: pass {text}" for text in _known(OF_OTHERS.get(name, ()), known)[:1]]
+            meant = _known(OF_OTHERS.get(name, ()), known, run_flag)
+            texts += [f"{word.split('=')[0]}: pass {text}" for text in meant[:1]]
         elif previous.startswith("--") and before.get(word) == previous:
             continue  # the value of an unknown flag
+        elif (path := _cut_path(word, arguments, known)) is not None:
+            texts.append(f'{path[0]}: put the path in quotation marks: {path[0]} "{" ".join(path[1:])}"')
         else:
-            texts += [f"{word}: pass {text} {word}" for text in _known((MODEL, FOLDER), known)[:1]]
+            meant = _known((MODEL, FOLDER, TEACHER), known, run_flag)
+            texts += [f"{word}: pass {text} {word}" for text in meant[:1]]
     return list(dict.fromkeys(texts))
 
 
-def _known(texts: Sequence[str], known: Collection[str]) -> list[str]:
-    """Return the texts whose first flag the program knows."""
-    return [text for text in texts if text.split()[0].removeprefix("--") in known]
+def _known(texts: Sequence[str], known: Collection[str], first: str) -> list[str]:
+    """Return the texts whose first flag the program knows, one of them before the others."""
+    return sorted(
+        (text for text in texts if text.split()[0].removeprefix("--") in known), key=lambda text: text != first
+    )
+
+
+def _cut_path(word: str, arguments: Sequence[str], known: Mapping[str, object]) -> list[str] | None:
+    """Return the flag and the parts of a path that was cut at its spaces, if ``word`` is one of the later parts."""
+    if word not in arguments or exists(word):  # a folder of its own lacks its flag
+        return None
+    at = arguments.index(word)
+    start = next((place for place in range(at, -1, -1) if arguments[place].startswith("--")), at)
+    flag, *parts = arguments[start], *takewhile(lambda each: not each.startswith("--"), arguments[start + 1 :])
+    is_path = _has_paths(known.get(flag.lstrip("-").replace("-", "_")))
+    return [flag, *parts] if is_path and at > start + 1 else None
+
+
+def _has_paths(kind: object) -> bool:
+    return kind is Path or any(map(_has_paths, get_args(kind)))

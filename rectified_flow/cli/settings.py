@@ -172,7 +172,8 @@ def _parsed(config_class: type[C], description: str, arguments: Sequence[str], *
         if cause is not None:
             raise cause from None
         if end.code and not quiet:
-            texts = hints(_unknown(config_class, arguments), arguments, flag_types(config_class))
+            own = getattr(config_class, "RUN_FLAG", "")
+            texts = hints(_unknown(config_class, arguments), arguments, flag_types(config_class), own)
             sys.stderr.write(explanation.getvalue() + "".join(f"{shown(text)}\n" for text in texts))
         raise
 

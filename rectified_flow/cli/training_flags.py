@@ -336,6 +336,8 @@ class TrainConfig:
 class OneStepConfig(TrainConfig):
     """The flags of ``rectified-flow one-step``, with another default of ``--method``."""
 
+    RUN_FLAG = "--teacher"  # the flag that a run most likely belongs to, for hints
+
     @property
     def method(self) -> Method:
         """The training method."""

@@ -247,6 +247,18 @@ def test_a_recorded_batch_is_split_again(tmp_path: Path, given: str, monkeypatch
         (SampleConfig, "--model RUN", "--model: pass --checkpoint\n"),
         (ExportConfig, "--folder RUN", "--folder: pass --checkpoint\n"),
         (SampleConfig, "--lr 2", "--help"),
+        (OneStepConfig, "RUN", "RUN: pass --teacher RUN\n"),
+        (OneStepConfig, "--model RUN", "--model: pass --teacher\n"),
+        (OneStepConfig, "--checkpoint RUN", "--checkpoint: pass --teacher\n"),
+        (TrainConfig, "--model RUN", "--model: pass --init_from\n"),
+        (TrainConfig, "--checkpoint=RUN", "--checkpoint: pass --init_from\n"),
+        (TrainConfig, "--dataset-path My Own Cats --seed 1", '"My Own Cats"\n'),
+        (
+            ExportConfig,
+            "--checkpoint my runs",
+            '--checkpoint: put the path in quotation marks: --checkpoint "my runs"\n',
+        ),
+        (TrainConfig, "--output_dir out tests", "tests: pass --dataset_path tests\n"),
     ],
 )
 def test_a_hint_names_the_flag_that_was_meant(
