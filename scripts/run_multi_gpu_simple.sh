@@ -36,5 +36,11 @@ done
 if ((processes < 2 && restarts == 0)); then
     exec "$python" "$program" ${flags[@]+"${flags[@]}"}
 fi
-exec "$python" -m torch.distributed.run --standalone --nproc_per_node "$((processes > 1 ? processes : 1))" \
+processes=$((processes > 1 ? processes : 1))
+if [[ -z ${OMP_NUM_THREADS:-} ]]; then # torchrun would give each of several processes one thread
+    cores=$(PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} "$python" -c \
+        'from rectified_flow.system.machine import processors; print(processors())')
+    export OMP_NUM_THREADS=$((cores > processes ? cores / processes : 1))
+fi
+exec "$python" -m torch.distributed.run --standalone --nproc_per_node "$processes" \
     --max_restarts "$restarts" "$program" ${flags[@]+"${flags[@]}"}

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -9,21 +10,39 @@ import psutil
 from rectified_flow.errors import UsageError
 
 SPIN_COUNT = "10000"  # spins of GNU OpenMP's waiting threads; measured in docs/measurements/speed.md, "Busy machines"
+CGROUP = Path("/sys/fs/cgroup")
+QUOTAS = (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"))
+"""Files with the quota of processor time in a period and the period [us], of cgroups of version 2 and 1."""
+LAUNCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+"""Variables by which a launcher numbers its processes."""
 
 
 def processors() -> int:
-    """Return the number of cores that this process may use: the machine's, or fewer by its affinity mask."""
-    cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
-    return min(cores, len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else cores  # macOS has none
+    """Return the number of cores that this process may use: the machine's, or fewer by affinity mask or quota.
+
+    The quota is that of the outermost cgroup that this process sees, which in a container is the container's.
+    """
+    cores = [psutil.cpu_count(logical=False) or os.cpu_count() or 1]
+    if hasattr(os, "sched_getaffinity"):  # macOS has none
+        cores.append(len(os.sched_getaffinity(0)))
+    for names in QUOTAS:
+        with suppress(OSError, ValueError):  # without a quota, there is no file, or the word max
+            quota, period = map(int, " ".join((CGROUP / name).read_text() for name in names).split())
+            cores += [max(1, quota // period)] if quota > 0 else []
+    return min(cores)
 
 
 def share_processors() -> None:
     """Set the number of OpenMP's threads, and how they wait, unless the environment says so. Call before torch loads.
 
-    The processes of a launch on this machine share its cores. A thread that waits for others spins for some
+    The processes of a launch on this machine share its cores, unless their launcher has set the number: torchrun and
+    accelerate launch set it to 1 for several processes. A thread that waits for others spins for some
     microseconds and then sleeps. On a busy machine, a spinning thread would occupy the core that the awaited thread
-    needs.
+    needs. Empty variables of a launcher are removed.
     """
+    for name in LAUNCH:
+        if os.environ.get(name) == "":  # as a shell may leave it; Accelerate would read a number
+            del os.environ[name]
     share = processors() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, share)))
     if "OMP_WAIT_POLICY" not in os.environ:

@@ -36,6 +36,19 @@ def test_the_launch_script_on_two_processes(tmp_path: Path) -> None:
     assert str(Path("run/checkpoints/step_00000010")) in output.splitlines()[-1]
 
 
+@pytest.mark.parametrize(
+    ("words", "given", "threads"), [("3", "", "5"), ("40", "", "1"), ("0 --max_restarts 1", "", "16"), ("2", "6", "6")]
+)
+def test_the_launch_script_divides_the_cores(words: str, given: str, threads: str, tmp_path: Path) -> None:
+    """The interpreter is a stand-in on a machine of 16 cores."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\n[ "$1" = -c ] && echo 16 || echo "$OMP_NUM_THREADS threads"\n')
+    python.chmod(0o755)
+    command = [str(ROOT / "scripts/run_multi_gpu_simple.sh"), *words.split()]
+    code, output = launch(command, tmp_path, PYTHON=str(python), OMP_NUM_THREADS=given)
+    assert (code, output) == (0, f"{threads} threads\n")
+
+
 @pytest.mark.slow
 def test_the_launch_script_without_gpus_runs_plain_python(tmp_path: Path) -> None:
     """Train in the precision of the flag, whatever precision the launcher requests."""
