@@ -28,6 +28,8 @@ LEAVING_TIMEOUT, EXPLAINING_TIMEOUT = 10.0, 5.0
 """Seconds that an exiting process waits for the other processes, and for the error message of rank 0."""
 DISTRIBUTIONS = {"PIL": "pillow", "ot": "pot", "sklearn": "scikit-learn"}
 """Names of packages for pip, where they differ from those in Python."""
+NO_COMPILER = ("InvalidCxxCompiler", "Failed to find C compiler")
+"""Parts of the errors of torch.compile on a CPU and on a GPU if there is no compiler."""
 
 
 def run(main: str, config_class: str, description: str | None, *, in_layers: bool = False) -> None:
@@ -125,6 +127,8 @@ def _describe(error: Exception) -> str:
         return f"{rank}out of memory ({first_line(error)}): lower --batch_size, or end other programs that use it"
     if "DistError" in kinds or ("RuntimeError" in kinds and "gloo" in str(error)):
         return f"{rank}lost the connection to another process, which ended or hangs ({first_line(error)})"
+    if any(words in str(error) for words in NO_COMPILER):
+        return f"{rank}--compile needs a C++ compiler (g++): install one, or leave the flag out"
     # filename2 is the new name if a rename failed. A missing file indicates a bug, so its traceback is printed.
     if isinstance(error, OSError) and error.filename is not None and not isinstance(error, FileNotFoundError):
         return f"{_program()}: {rank}{error.filename2 or error.filename}: {error.strerror}"
@@ -250,7 +254,8 @@ def serve_tensorboard(config: Any) -> None:
         raise UsageError(f"no run in {folder} logs to TensorBoard: train with --log_with tensorboard")
     board = program.TensorBoard()
     board.configure(argv=["tensorboard", "--logdir", str(folder)])
-    board.main()
+    if board.main() != 0:
+        raise RunError("TensorBoard has failed for the reason above")
 
 
 PROGRAMS: dict[str, Callable[[], None]] = {

@@ -1,6 +1,7 @@
 """Tests of the end of a program: exit codes, error messages and time limits."""
 
 import errno
+import os
 import subprocess
 import sys
 import time
@@ -88,6 +89,41 @@ def test_errors_of_the_system(monkeypatch: pytest.MonkeyPatch, error: OSError, e
     text = launch._describe(error)
     assert text.endswith(ending)
     assert text.startswith("program.py") == ending.startswith("program.py")
+
+
+COMPILING = """
+import torch
+import torch._inductor.config as config
+from rectified_flow.cli import programs
+
+config.cpp.cxx = (None, "/nowhere/g++")
+try:
+    torch.compile(lambda x: x.sin() + 1)(torch.ones(7))
+except Exception as error:
+    print(programs._describe(error))
+"""
+
+
+def test_a_missing_compiler_is_one_sentence(tmp_path: Path) -> None:
+    variables = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", COMPILING]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=PATIENCE, check=True)
+    assert done.stdout == "--compile needs a C++ compiler (g++): install one, or leave the flag out\n"
+
+
+def test_a_failure_of_tensorboard_is_one_of_watch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As on a machine all of whose ports are in use: TensorBoard prints the reason, and returns a code."""
+    board = pytest.importorskip("tensorboard.program").TensorBoard
+    monkeypatch.setattr(board, "configure", lambda *_, **__: None)
+    monkeypatch.setattr(board, "main", lambda _: -1)
+    (tmp_path / "events.out.tfevents.1").touch()
+    monkeypatch.setattr(sys, "argv", ["watch", str(tmp_path)])
+    with pytest.raises(SystemExit) as end:
+        launch.watch()
+    assert end.value.code == 1
+    assert capfd.readouterr().err == "watch: TensorBoard has failed for the reason above\n"
 
 
 BLOCKED = """
