@@ -21,11 +21,13 @@ import tyro
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rectified_flow.cli.data import data_of, flags_of_files
-from rectified_flow.cli.training_flags import ColumnConfig, DataConfig, SourceConfig
+from rectified_flow.cli.training_flags import ColumnConfig, DataConfig, SourceConfig, TrainConfig
 from rectified_flow.data import OXFORD_FLOWERS
 from rectified_flow.data.store_writer import default_cache_dir
-from rectified_flow.errors import UsageError
-from rectified_flow.flags import with_values
+from rectified_flow.errors import UsageError, first_line
+from rectified_flow.flags import flag_of, with_values
+from rectified_flow.system.files import check_folder, usable_path
+from rectified_flow.system.terminal import shown, spelling_arguments
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("torch", "torchvision", "accelerate", "datasets", "ema-pytorch", "einops", "wandb", "safetensors", "tyro")
@@ -63,7 +65,7 @@ def main(flags: Flags) -> int:
         "data": lambda: check_text(flags) if flags.text else check_data(flags),
         "start method": check_start_method,
         "two processes": check_two_processes,
-        "disk": lambda: check_disk(flags.output_dir, flags.cache_dir or default_cache_dir()),
+        "disk": lambda: check_disk(output_dir=flags.output_dir, cache_dir=flags.cache_dir or default_cache_dir()),
     }
     problems = 0
     for name, check in checks.items():
@@ -71,8 +73,11 @@ def main(flags: Flags) -> int:
             verdict, text = "ok  ", check()
         except (ProblemError, UsageError) as problem:
             verdict, text = "FIX ", str(problem)
-            problems += 1
-        print(f"{verdict}  {name:14} {text}", flush=True)
+        except Exception as error:  # of any library; the other checks may name its cause
+            verdict, text = "FIX ", f"{type(error).__name__}: {first_line(error)}"
+        problems += verdict == "FIX "
+        with spelling_arguments(lambda argument: f"--{flag_of(TrainConfig, argument) or argument}"):
+            print(f"{verdict}  {name:14} {shown(text)}", flush=True)
     print("all checks passed" if problems == 0 else f"{problems} of {len(checks)} checks failed; see FIX above")
     return problems
 
@@ -99,7 +104,7 @@ def check_devices() -> str:
 
 
 def check_data(flags: Flags) -> str:
-    """Return the size of the dataset, after reading one batch from its store."""
+    """Return the size of the dataset, after reading one batch from its store, and what was left out of it."""
     data = DataConfig(
         dataset=(flags.dataset,),
         dataset_path=flags.dataset_path,
@@ -109,10 +114,9 @@ def check_data(flags: Flags) -> str:
     data = with_values(data, flags_of_files(data))  # measurements, if most files are
     dataset: Any = data_of(data, SourceConfig(), ColumnConfig()).open()
     images = dataset.read_batch(range(min(8, len(dataset))))["images"]
-    return (
-        f"{len(dataset)} images, {len(dataset.class_names)} classes; a batch {tuple(images.shape)} {images.dtype}, "
-        f"mean {images.float().mean():.0f}; stored in {dataset.path}"
-    )
+    size = f"{len(dataset)} images, {len(dataset.class_names)} classes"
+    batch = f"a batch {tuple(images.shape)} {images.dtype}, mean {images.float().mean():.0f}"
+    return "; ".join((size, batch, f"stored in {dataset.path}", *dataset.info.notes))
 
 
 def check_text(flags: Flags) -> str:
@@ -164,15 +168,14 @@ def _all_reduce(rank: int, store: str, backend: str) -> None:
     dist.destroy_process_group()
 
 
-def check_disk(*folders: Path) -> str:
-    """Return the free space in the folders for runs and decoded images."""
+def check_disk(**folders: Path) -> str:
+    """Return the free space in the folders for runs and decoded images, by their flags."""
     lines = []
-    for folder in folders:
+    for name, path in folders.items():
+        folder = check_folder(name, usable_path(f"`{name}`", path))
         place = folder.resolve()
         while not place.exists():
             place = place.parent
-        if not os.access(place, os.W_OK):
-            raise ProblemError(f"{place} is not writable: choose another --output_dir or --cache_dir")
         free = shutil.disk_usage(place).free
         if free < FREE_BYTES_WANTED:
             raise ProblemError(

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from PIL import Image
 
 from rectified_flow.cli.settings import read_settings
 from rectified_flow.cli.train import train
 from rectified_flow.cli.training_flags import TrainConfig
+from scripts import validate_setup
 from tests.launch.launching import ACCELERATE, ROOT, TINY, TORCHRUN, TRAIN, finish, launch, start
 from tests.launch.soak import FLAGS, differences, leaks, two_runs
 from tests.patience import PATIENCE, wait_for
@@ -129,6 +131,28 @@ def test_compiled_training_has_the_losses_of_eager(tmp_path: Path, program: str)
         code, output = finish(process)
         assert code == 0, output
     assert losses(tmp_path / "compiled") == pytest.approx(losses(tmp_path / "eager"), rel=1e-4)
+
+
+def test_a_check_of_the_setup_names_a_fix_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> str:
+        raise OSError("no such device\nmore")
+
+    (tmp_path / "pictures").mkdir()
+    Image.new("RGB", (8, 8)).save(tmp_path / "pictures/1.png")
+    (tmp_path / "pictures/2.heic").touch()
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(validate_setup, "check_devices", fail)
+    monkeypatch.setattr(validate_setup, "check_two_processes", lambda: "of another test")
+    flags = validate_setup.Flags(
+        dataset_path=tmp_path / "pictures", image_size=8, output_dir=tmp_path / "file", cache_dir=tmp_path / "cache"
+    )
+    assert validate_setup.main(flags) == 2
+    said = capsys.readouterr().out
+    assert "FIX   devices        OSError: no such device\n" in said
+    assert f"FIX   disk           --output_dir {tmp_path}/file cannot be written (Not a directory): " in said
+    assert re.search(r"ok    data           1 images, .*; .*heic", said)
 
 
 def test_validate_setup(tmp_path: Path) -> None:
