@@ -22,7 +22,12 @@ class ProgramConfig(Flags):
 
 
 def check_outside(flag: str, data: Path | None, **folders: Path | None) -> None:
-    """Raise a UsageError if one of the folders lies in the folder of data that a flag names."""
+    """Raise a UsageError if one of the folders lies in the folder of data that a flag names.
+
+    It may lie in a hidden folder there, such as the cache in a home folder, since no data are read from these.
+    """
     for name, folder in folders.items():
         if data is not None and folder is not None and Path(realpath(folder)).is_relative_to(realpath(data)):
-            raise UsageError(f"--{name} {folder} lies inside --{flag} {data}: choose a folder outside")
+            inside = Path(realpath(folder)).relative_to(realpath(data))
+            if not any(part.startswith(".") for part in inside.parts):
+                raise UsageError(f"--{name} {folder} lies inside --{flag} {data}: choose a folder outside")

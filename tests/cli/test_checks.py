@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 from rectified_flow.cli.data import flags_of_files
+from rectified_flow.cli.program_flags import check_outside
 from rectified_flow.cli.training_flags import DataConfig
 from rectified_flow.errors import UsageError
 from tests.programs import assert_refused
@@ -39,6 +40,7 @@ def test_a_cache_in_the_pictures_is_refused_although_no_flag_names_it(
     words = f"--dataset_path {tmp_path} {TINY} --output_dir {tmp_path.parent}/run --dry_run"
     assert_refused("train_oxford.py", 1, words, f"--cache_dir {tmp_path}/cache lies inside --dataset_path {tmp_path}:")
     assert [path.name for path in tmp_path.iterdir()] == ["0.png"]
+    check_outside("dataset_path", tmp_path, cache_dir=tmp_path / ".cache/rectified-flow")  # of a home folder
 
 
 @pytest.mark.parametrize(
