@@ -116,7 +116,7 @@ def check_data(flags: Flags) -> str:
     images = dataset.read_batch(range(min(8, len(dataset))))["images"]
     size = f"{len(dataset)} images, {len(dataset.class_names)} classes"
     batch = f"a batch {tuple(images.shape)} {images.dtype}, mean {images.float().mean():.0f}"
-    return "; ".join((size, batch, f"stored in {dataset.path}", *dataset.info.notes))
+    return "; ".join((size, batch, f"stored in {dataset.path}", *dataset.notes))
 
 
 def check_text(flags: Flags) -> str:

@@ -1,7 +1,6 @@
 """The network call of a flow, which an exported program computes, and its description for callers."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -89,7 +88,7 @@ def _example_of(kind: WrittenCondition, count: int) -> Tensor:
 
 
 def model_json(
-    call: NetworkCall, degradation: Degradation | None = None, reading: Mapping[str, Any] | None = None
+    call: NetworkCall, degradation: Degradation | None = None, reading: Mapping[str, object] | None = None
 ) -> Document:
     """Return the contents of ``model.json``: the inputs and output of the program, and the settings of sampling.
 

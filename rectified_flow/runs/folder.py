@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from accelerate import Accelerator
 from torch.utils.data import Dataset
@@ -140,7 +140,7 @@ def write_status(
     return str(status["id"])
 
 
-def _kept_id(before: Mapping[str, Any], folder: str) -> str | None:
+def _kept_id(before: Mapping[str, object], folder: str) -> str | None:
     """Return the name in trackers of a run that was stopped or moved; None if the run is new, or a copy."""
     name, recorded = before.get("id"), before.get("folder", folder)
     is_copy = recorded != folder and isinstance(recorded, str) and read_status(Path(recorded)).get("id") == name

@@ -222,7 +222,10 @@ def test_a_finished_run_writes_a_missing_lora_and_a_damaged_checkpoint_does_not_
     (tmp_path / "again" / LORA).unlink()
     words = f"--model {models['text']} --dataset_path {clips} {FLAGS} --batch_size 2 --num_samples 0"
     train([f"{words} --output_dir {tmp_path}/again"])
-    assert (tmp_path / "again" / LORA).read_bytes() == (runs / "1" / LORA).read_bytes()
+    # The order of a set in the header of the file differs between processes.
+    written, expected = (load_file(folder / LORA) for folder in (tmp_path / "again", runs / "1"))
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[name], expected[name]) for name in expected)
     (tmp_path / "again/checkpoints/step_00000004/config.json").write_text("{")
     train([f"{words} --output_dir {tmp_path}/again"])
     assert_same_bytes(runs / "1", tmp_path / "again", 4)
