@@ -4,7 +4,7 @@
 #       rectified-flow train --dataset_path /work/pictures --output_dir /work/runs/pictures
 FROM python:3.11-slim
 
-# For --compile: a compiler, and a folder that needs no name of the user, who has none with --user.
+# --compile needs a compiler and a cache folder. Its default folder needs a user name, which --user does not set.
 RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 HOME=/tmp TORCHINDUCTOR_CACHE_DIR=/tmp/inductor
 COPY requirements.txt /package/

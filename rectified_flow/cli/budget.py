@@ -1,4 +1,4 @@
-"""Times in words, as people write them: ``90s``, ``45 min``, ``1h30m`` or ``1.5 hours``. Imports no torch.
+"""Parsing of durations such as ``90s``, ``45 min``, ``1h30m`` or ``1.5 hours``. Imports no torch.
 
 The length of a run is chosen by :mod:`rectified_flow.cli.plan`.
 """

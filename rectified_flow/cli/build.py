@@ -81,7 +81,7 @@ def load_trained(model: ModelConfig, state: PartialState) -> Trained:
 
 
 def prepare_parts(trained: Trained, flags: ModelConfig | ExportedConfig, device: torch.device) -> None:
-    """Load the frozen parts of a flow, from where the flags say that they have moved."""
+    """Load the frozen parts of a flow, from the places in the flags if they have moved."""
     if flags.text_encoder is not None:
         _move_text_encoder(trained, flags.text_encoder)
     trained.flow.space.medium.prepare(device, flags.autoencoder)
@@ -205,7 +205,7 @@ def choose_network(config: NetworkConfig) -> Choice:
 
 
 def takes_conditions(network: Choice) -> bool:
-    """Return whether a network asks for the conditions of the data, as one that is augmented needs to."""
+    """Return whether a network takes the conditions of the data, which augmentation requires."""
     return "conditions" in needs_of(network.target)
 
 

@@ -8,13 +8,12 @@ from rectified_flow.cli.build import choose_flow, choose_network, divisor_of
 from rectified_flow.cli.data import can_augment, check_source
 from rectified_flow.cli.program_flags import check_outside
 from rectified_flow.cli.settings import check_rules
-from rectified_flow.cli.training_flags import DataConfig, NetworkConfig, TrainConfig
+from rectified_flow.cli.training_flags import DataConfig, FlowConfig, NetworkConfig, TrainConfig
 from rectified_flow.condition import ConditionSpecs, Labels
 from rectified_flow.data.sources.huggingface import LABEL_COLUMNS
 from rectified_flow.data.store_writer import default_cache_dir
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import rules_of
-from rectified_flow.flows import Coupling
 from rectified_flow.flows.flow_map import FlowMap, takes_interval
 from rectified_flow.runs.folder import SAMPLES
 from rectified_flow.runs.training_config import TrainingConfig
@@ -67,6 +66,24 @@ def check_items(changed: Collection[str], dataset: str) -> None:
             raise UsageError(f"--{name} is for pictures, and --dataset {dataset} has other items: leave it out")
 
 
+def check_conditions(items: Any, columns: ConditionSpecs, network: NetworkConfig, flow: FlowConfig) -> None:
+    """Raise a UsageError if a flag of a new run has no effect on the conditions of its data.
+
+    Args:
+        items: the data.
+        columns: those of their conditions that are columns of ``--condition_on``.
+        network: the flags of the network.
+        flow: the flags of the flow.
+    """
+    conditions: ConditionSpecs = getattr(items, "conditions", {}) if network.use_cfg else columns
+    if network.use_cfg:
+        check_classes(items, columns.keys())
+    unequal = [name for name, kind in conditions.items() if not isinstance(kind, Labels)]
+    if flow.coupling == "ot" and unequal:
+        pairs = f"pairs rows with equal conditions, and values of {unequal[0]} are rarely equal"
+        raise UsageError(f"--coupling ot {pairs}: leave it out, or pass labels only")
+
+
 def check_classes(items: Any, columns: Collection[str]) -> None:
     """Raise a UsageError if the items have no condition other than these columns; ``--use_cfg`` needs one."""
     if getattr(items, "conditions", {}).keys() - columns:
@@ -77,14 +94,6 @@ def check_classes(items: Any, columns: Collection[str]) -> None:
     column = next((name for name in LABEL_COLUMNS if name in table), next(iter(table), "COLUMN"))
     advice = f"put the pictures of each class in a subfolder of its own, or pass --condition_on {column}=label"
     raise UsageError(f"--use_cfg needs labels: {advice} to use a column of texts as labels")
-
-
-def check_coupling(coupling: Coupling, conditions: ConditionSpecs) -> None:
-    """Raise a UsageError if a coupling has no effect, as hardly any rows of a batch have equal conditions."""
-    unequal = [name for name, kind in conditions.items() if not isinstance(kind, Labels)]
-    if coupling == "ot" and unequal:
-        pairs = f"pairs rows with equal conditions, and {unequal[0]} has few of them"
-        raise UsageError(f"--coupling ot {pairs}: leave it out, or pass labels only")
 
 
 def check_space(space: Space, *, crops: bool, evaluates: bool) -> None:

@@ -69,6 +69,8 @@ def with_recipe(settings: Settings[TrainConfig], source: ImageSource, budget: fl
     values, size = settings.values, None
     network = choose_network(values.network)
     fixed = fixed_flags(settings.fixed, network)
+    if settings.origin("image_size") == "chosen":  # that of the run of --init_from
+        fixed = fixed | {"image_size"}
     if budget is not None:
         rules = rules_of(TrainConfig)
         given = {name for name in settings.given if rules[name].fixes_size}
@@ -89,7 +91,7 @@ def with_recipe(settings: Settings[TrainConfig], source: ImageSource, budget: fl
 def fixed_flags(fixed: frozenset[str], network: Choice) -> frozenset[str]:
     """Return the names of the flags that are not to be chosen.
 
-    These are those that the user fixed, and the augmentation if the network cannot be told which changes were made.
+    These are the flags that the user set, and ``augment`` if the network cannot be conditioned on it.
     """
     return fixed if takes_conditions(network) else fixed | {"augment"}
 

@@ -125,7 +125,7 @@ def real_data(
         dataset_path: folder of the training pictures, if it has moved.
         source_path: folder of the sources, if it has moved.
         cache_dir: folder of decoded images, if it has moved.
-        opens_sources: otherwise, pictures are opened without a folder of sources.
+        opens_sources: whether to open the folder of sources, too.
     """
     data, space = trained.data or _data_of_shape(trained, dataset_path), trained.flow.space
     data = data.moved(dataset_path=dataset_path, source_path=source_path, cache_dir=cache_dir)

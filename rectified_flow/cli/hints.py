@@ -49,7 +49,7 @@ def hints(
         unknown: the words that belong to no flag.
         arguments: all words of the command line.
         known: types of the flags of the program by name.
-        run_flag: the flag of the program's own that takes a run, if there is one; it precedes others.
+        run_flag: the program's preferred flag for the path of a run; empty if there is none.
     """
     texts = []
     before = {word: previous for previous, word in pairwise(["", *arguments])}
@@ -69,7 +69,7 @@ def hints(
 
 
 def _known(texts: Sequence[str], known: Collection[str], first: str) -> list[str]:
-    """Return the texts whose first flag the program knows, one of them before the others."""
+    """Return the texts whose first flag the program has; the text ``first`` precedes the others."""
     return sorted(
         (text for text in texts if text.split()[0].removeprefix("--") in known), key=lambda text: text != first
     )

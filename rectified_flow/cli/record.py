@@ -113,7 +113,7 @@ def with_record(settings: Settings[C]) -> tuple[Settings[C], bool]:
         if distilled is not None and (recorded := begun.get("teacher")) is not None:
             found["teacher"] = on_main(state, lambda: _same_teacher(recorded, distilled))
             if found["teacher"] is None:
-                problem = f"has no effect, as the run in {values.run.output_dir} learns from {recorded}"
+                problem = f"has no effect, as the teacher of {values.run.output_dir} is {recorded}"
                 raise UsageError(f"--teacher {distilled.teacher} {problem}: choose another --output_dir")
         asked, began = values.init.init_from, begun.get("init_from")
         if "init_from" in settings.given and asked != began:
@@ -154,12 +154,14 @@ def distillation_of(values: TrainConfig) -> DistillationData | None:
 
 def _size_of_origin(origin: Path | None, given: Collection[str]) -> dict[str, Any]:
     """Return the size and the autoencoder of the run of ``--init_from``, whose weights suit no other data so well."""
-    if origin in (None, STARTER, NO_WEIGHTS) or not {*SIZE, "space"}.isdisjoint(given):
+    rules = rules_of(TrainConfig)
+    others = {"space", *(name for name, rule in rules.items() if "autoencoder" in rule.excludes.split())}
+    if origin in (None, STARTER, NO_WEIGHTS) or not others.isdisjoint(given):
         return {}
     source = checkpoint.resolve(origin, (checkpoint.CONFIG_FILE,))
     with suppress(UsageError):  # trained by a program of the user's own, which records no flags
         flags = recorded_flags(source)
-        return {name: flags[name] for name in SIZE}
+        return {name: flags[name] for name in SIZE if name not in given}
     return {}
 
 
@@ -177,8 +179,8 @@ def _split_again(begun: Mapping[str, Any], processes: int) -> dict[str, Any]:
 def _same_teacher(recorded: Path, distilled: DistillationData) -> Path | None:
     """Return where the recorded checkpoint of a teacher is now; None if the given teacher is another one.
 
-    It is the recorded path, which may be gone, if the given teacher is that checkpoint or its run, which may have a
-    newer checkpoint by now. In a copy of the run, or after it was moved, it is the checkpoint of the same contents.
+    If the given teacher is the recorded checkpoint or its run, the recorded path is returned, even if it no longer
+    exists. If the teacher was copied or moved, the path of the checkpoint with the same contents is returned.
     """
     given, stored = distilled.teacher, recipe_of(distilled)
     if _is_of(recorded, given):

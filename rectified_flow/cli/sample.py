@@ -178,7 +178,7 @@ def _claim(
         The names of the samples, without suffixes, and the names of the files of both sheets.
     """
     given = flags.from_images
-    if given is not None:  # the next call would take the results for given pictures
+    if given is not None:  # the next call would read the results as input pictures
         place, of_results = (given if given.is_dir() else given.parent).resolve(), folder.resolve()
         if of_results == place or (given.is_dir() and of_results.is_relative_to(place)):
             raise UsageError(f"--output_dir {folder} lies in the folder of --from_images: choose another folder")

@@ -14,8 +14,7 @@ from rectified_flow.cli.budget import time_text
 from rectified_flow.cli.build import build_flow, choose_network, columns_of, join
 from rectified_flow.cli.callbacks import build_callbacks, write_sheet_of_dry_run
 from rectified_flow.cli.checks import (
-    check_classes,
-    check_coupling,
+    check_conditions,
     check_flags,
     check_items,
     check_sides,
@@ -144,10 +143,9 @@ def train_run(settings: Settings[TrainConfig]) -> bool:
         recorded=known,
         stores=not program.dry_run,
     )
-    columns = columns_of(values.columns, opened.conditions)
-    check_coupling(values.flow.coupling, opened.conditions if values.network.use_cfg else columns)
-    if values.network.use_cfg:
-        check_classes(opened.items, columns.keys())
+    if not has_begun:
+        columns = columns_of(values.columns, opened.conditions)
+        check_conditions(opened.items, columns, values.network, values.flow)
     clock = None
     if has_begun:
         time = asked if program.budget else None

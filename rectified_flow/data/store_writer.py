@@ -224,7 +224,7 @@ def _store_of(
     """Return the store of the images of ``source``, which may be missing."""
     chosen = [*sorted(exclude), *([] if limit is None else [limit])]
     rows = source.rows(framing)
-    skips = skip_broken_images and FORMATS  # another plugin may read what would be skipped
+    skips = skip_broken_images and FORMATS  # a new plugin may read the skipped files
     key = key_of(STORE_VERSION, source.fingerprint, *astuple(framing), skips, *rows.key, *chosen)
     slug = "".join(c if c.isalnum() else "-" for c in source.name).strip("-")[-40:]
     cache_dir = default_cache_dir() if cache_dir is None else usable_path("`cache_dir`", cache_dir)
@@ -241,7 +241,7 @@ def _decoded(source: ImageSource, rows: PictureRows, skip_broken_images: bool, i
         return rows.fit(image), label
     except Exception as error:  # decoders raise exceptions of many types
         reason = getattr(error, "strerror", None) or first_line(error)
-        # The next run would lack an image that is skipped in such a state. A disk that fails may be on a network.
+        # A temporary error must not remove an image from the store. EIO may come from a network disk.
         if isinstance(error, MemoryError) or getattr(error, "errno", None) in (*PASSING, EIO):
             advice = "try again, or leave it out with `exclude`"
             raise UsageError(f"{source.place_of(index)} cannot be read now ({reason}): {advice}") from error

@@ -216,7 +216,7 @@ def knows_targets(flow: Flow, data: RealData) -> bool:
 
 
 def suited(metrics: Sequence[str], flow: Flow, training: RealData, held_out: RealData | None) -> list[str]:
-    """Return the metrics without ``copies`` if a sample should be like a training picture, its own target."""
+    """Return the metrics, without ``copies`` if the target of a sample is a training picture."""
     if held_out is None and knows_targets(flow, training):
         return [name for name in metrics if name != "copies"]
     return [*metrics]

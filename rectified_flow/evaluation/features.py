@@ -166,7 +166,7 @@ RealData = ImageDataset | RenderedItems  # data to which samples are compared
 
 
 def coloured_like_samples(data: RealData, space: Space) -> RealData:
-    """Return data whose pictures have the colours of a flow's samples, whose space may have another range and map."""
+    """Return data whose pictures are rendered with the range and the colour map of the space of a flow."""
     if isinstance(data, RenderedItems) or isinstance(space.medium, Pictures):  # these colours are the data
         return data
     return RenderedItems(data, space, data.info.source)

@@ -20,7 +20,7 @@ from rectified_flow.registry import register
 def takes_interval(network: nn.Module | type[nn.Module]) -> bool:
     """Return whether a network has the input ``r``, the time at which an interval ends, beside the time ``t``.
 
-    The input has to be named: ``**conditions`` would take it, too, but a network that names no ``r`` ignores it.
+    The parameter must be named ``r``: a network that takes it in ``**conditions`` may ignore it.
     """
     return "r" in signature(network.forward).parameters
 

@@ -56,12 +56,12 @@ def model_card(flow: Flow, *, repo_id: str | None = None, **contents: Unpack[Car
 
 
 def sealed(card: object) -> str:
-    """Return the text of a card with the hash of the text below it, by which :func:`is_unedited` knows the card."""
+    """Return the text of a card followed by its hash, which :func:`is_unedited` verifies."""
     return f"{card}{SEAL}{sha256(str(card).encode()).hexdigest()} -->\n"
 
 
 def is_unedited(card: Path) -> bool:
-    """Return whether a file is a card as this project wrote it, which the card of other weights may replace."""
+    """Return whether a file is a generated card that was not edited, so that it may be replaced."""
     if card.is_symlink() or not card.is_file():
         return False
     written = card.read_bytes().decode(errors="replace")

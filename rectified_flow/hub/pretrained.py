@@ -34,7 +34,7 @@ def save_pretrained(
 
     Args:
         flow: the flow.
-        folder: the folder, made if it does not exist. A card that was edited there stays, with a message.
+        folder: the folder, made if it does not exist. An edited card is kept, with a message.
         repo_id: the id of the model on the hub, for the code of the card.
         card: contents of the model card.
 
@@ -97,7 +97,7 @@ def push_to_hub(
     token: str | None = None,
     **card: Unpack[CardContents],
 ) -> str:
-    """Upload a flow with its model card to the Hugging Face hub. A card that was edited there stays, with a message.
+    """Upload a flow with its model card to the Hugging Face hub. An edited card is kept, with a message.
 
     Args:
         flow: the flow.

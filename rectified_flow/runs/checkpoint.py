@@ -192,7 +192,7 @@ def set_aside(folder: Path) -> None:
             continue
         except DamageError:
             aside = path.rename(path.with_name(f"{path.name}.damaged-{token_hex(2)}"))
-            tqdm.write(f"note: the manifest of {path} is missing or damaged: it is called {aside.name} from now on")
+            tqdm.write(f"note: {path} is renamed to {aside.name}: its manifest is missing or damaged")
 
 
 def list_checkpoints(folder: Path) -> list[Path]:

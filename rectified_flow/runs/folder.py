@@ -143,8 +143,16 @@ def write_status(
 def _kept_id(before: Mapping[str, object], folder: str) -> str | None:
     """Return the name in trackers of a run that was stopped or moved; None if the run is new, or a copy."""
     name, recorded = before.get("id"), before.get("folder", folder)
-    is_copy = recorded != folder and isinstance(recorded, str) and read_status(Path(recorded)).get("id") == name
+    is_copy = isinstance(recorded, str) and not _is_same(recorded, folder)
+    is_copy = is_copy and read_status(Path(str(recorded))).get("id") == name
     return name if isinstance(name, str) and not is_copy else None
+
+
+def _is_same(one: str | Path, other: str | Path) -> bool:
+    """Return whether two paths name one folder, which may be mounted twice."""
+    with suppress(OSError):
+        return os.path.samefile(one, other)
+    return Path(one) == Path(other)
 
 
 def times_of(step_time: float, left: float) -> Document:
@@ -221,19 +229,23 @@ def lock_folder(config: TrainingConfig, held: ExitStack) -> None:
     if place is not None and place.resolve() != folder.resolve():  # another run may save there, too
         busy = f"another run saves into `checkpoint_dir` {place}"
         held.enter_context(locked(place, LOCK, busy, LOCK_TIMEOUT))
+        check_owner(config)
         replace_file(place / OWNER, f"{folder.resolve()}\n")
 
 
-def owner_of(place: Path) -> Path | None:
-    """Return the folder of the run that saves into the folder ``place`` of its ``checkpoint_dir``; None if none does.
+def check_owner(config: TrainingConfig) -> None:
+    """Raise a UsageError if another run has saved checkpoints into the ``checkpoint_dir``.
 
-    The folder of the run may have been moved since, and the checkpoints may have been copied.
+    The folder of that run may have been moved since, and the checkpoints may have been copied.
     """
+    place = config.checkpoints
+    if config.checkpoint_dir is None or not checkpoint.list_checkpoints(place):
+        return
     with suppress(DamageError):
         owner = Path(read_bytes(place / OWNER).decode(errors="replace").strip())
-        if owner.is_absolute() and is_run(owner) and checkpoint.place_of(owner).resolve() == place.resolve():
-            return owner
-    return None
+        saves_here = owner.is_absolute() and is_run(owner) and _is_same(checkpoint.place_of(owner), place)
+        if saves_here and not _is_same(owner, config.output_dir):
+            raise UsageError(f"`checkpoint_dir` {place} has the checkpoints of {owner}: choose another")
 
 
 MAY_CHANGE = (
@@ -262,9 +274,7 @@ def check_start(config: TrainingConfig, origin: Path | None = None, *, writes: b
     if not found and checkpoint.list_checkpoints(place):
         remedy = f"pass `checkpoint_dir` {place}, or move them"
         raise UsageError(f"the checkpoints of {config.output_dir} are in {place}: {remedy}")
-    owner = None if config.checkpoint_dir is None else owner_of(config.checkpoints)
-    if owner not in (None, config.output_dir.resolve()):
-        raise UsageError(f"`checkpoint_dir` {config.checkpoints} has the checkpoints of {owner}: choose another")
+    check_owner(config)
     if not found and origin is not None:
         checkpoint.resolve(origin, names=())
 

@@ -108,9 +108,9 @@ class BackgroundSaver:
 
 
 class Run:
-    """A run on the disk. Every process calls the same methods in the same order; the main process alone writes.
+    """A run on the disk. Every process calls the same methods in the same order, and the main process writes.
 
-    The cause of a failure is the exception: the first process that fails writes it.
+    Only the cause of a failure is written by the first process that fails.
 
     Args:
         accelerator: the run's Accelerator.

@@ -13,10 +13,9 @@ import platform
 import signal
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from functools import cache, partial
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from shutil import make_archive, rmtree
 from subprocess import DEVNULL, Popen
@@ -34,7 +33,7 @@ STUDIO = Path(".studio")
 JOB, PROCESS, BEGUN, ENDED, STOP, OUTPUT = "job.json", "process", "begun", "ended", "stop", "output.txt"
 PROCESS_OF_JOB = (sys.executable, "-m", "rectified_flow.studio.jobs")
 KEPT = 60  # number of ended jobs whose folders stay
-POLL = 0.25  # time between two looks of a job at the jobs before it [s]
+POLL = 0.25  # interval at which a job checks the jobs before it [s]
 NICENESS = {"train": 10}
 """Niceness of the processes by kind: the page answers at once while all cores train."""
 CLOCK_ERROR = 2.0  # largest difference between the clocks of this machine and of its disk [s]
@@ -45,7 +44,7 @@ Kind = Literal["look", "train", "draw"] | Form
 
 @dataclass(frozen=True)
 class Job:
-    """A command that was asked for, as its ``job.json`` has it."""
+    """A requested command; the contents of ``job.json``."""
 
     folder: Path
     """Folder of the files of the job, named for the time at which it was asked for [s since 1970]."""
@@ -210,8 +209,10 @@ def _code_of(job: Job) -> int:
     return 0
 
 
-read: Callable[[Path], Job] = cache(partial(read_document, schema=Job))
-"""Returns the job of a ``job.json``."""
+@cache
+def read(path: Path) -> Job:
+    """Return the job of a ``job.json``, in whose folder the job is now: the folder of the runs may have been moved."""
+    return replace(read_document(path, Job), folder=path.parent)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from rectified_flow.studio.taking import TakeTab
 from rectified_flow.studio.watching import WatchTab
 
 EVERY = 1.5  # time between two looks at the disk [s]
-QUEUE_POLL = 0.05  # time between two looks of Gradio at the events that wait [s]
+QUEUE_POLL = 0.05  # interval at which Gradio polls its event queue [s]
 HEAD = '<div class="head"><h1>Studio</h1><p>Pictures in, a generator out. Everything stays on this machine.</p></div>'
 CSS = Path(__file__).with_name("page.css")
 THEME = gr.themes.Base(primary_hue="teal", secondary_hue="teal", neutral_hue="slate")

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 PASSING = (EMFILE, ENFILE, ENOMEM, ESTALE, ETIMEDOUT)
-"""Error numbers of a state of the machine that may pass: a busy network disk or too many open files."""
+"""Error numbers of temporary errors, such as a busy network disk or too many open files."""
 NO_DAMAGE = (EACCES, EPERM, *PASSING)
-"""Error numbers that do not indicate damage: missing rights, or a state that may pass."""
+"""Error numbers that do not indicate damage: missing permissions or temporary errors."""
 LONGEST = 100  # maximum length of a refused path or value in an error message
 SILENT_WAIT = 1.0  # time after which a line says that another process is waited for [s]
 LOCK_TIMEOUT = 10.0

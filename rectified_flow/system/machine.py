@@ -41,7 +41,7 @@ def share_processors() -> None:
     needs. Empty variables of a launcher are removed.
     """
     for name in LAUNCH:
-        if os.environ.get(name) == "":  # as a shell may leave it; Accelerate would read a number
+        if os.environ.get(name) == "":  # Accelerate cannot parse an empty value
             del os.environ[name]
     share = processors() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, share)))

@@ -28,7 +28,7 @@ def serving(folder: Path, handler: type[QuietHandler] = QuietHandler) -> Iterato
 
 
 def browser_with_window() -> webbrowser.BaseBrowser | None:
-    """Return the browser of this machine; None if there is none but in the terminal, which would occupy the program."""
+    """Return the default browser; None if there is none, or one in the terminal, which would block the program."""
     try:
         browser = webbrowser.get()
     except webbrowser.Error:

@@ -40,7 +40,7 @@ def prepare_streams() -> None:
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
-        except OSError:  # the caller closed it: the next file that is opened would get the lines
+        except OSError:  # closed by the caller: the next opened file would get this descriptor
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     sys.stdout, sys.stderr = _prepared(sys.stdout, 1), _prepared(sys.stderr, 2)
 

@@ -92,7 +92,7 @@ class ClockFile:
     """Largest number of steps of the run; None for no limit."""
     changes: list[Change] = field(default_factory=list)
     saved: bool = False
-    """Whether the run has saved a checkpoint, so that its time belongs to a run that resumes."""
+    """Whether the run has saved a checkpoint, so that a resumed run continues its time."""
 
 
 class Clock:

@@ -325,6 +325,7 @@ class Trainer:
         """Write the elapsed time, which counts towards the budget of a resumed run, and the changes of the pace."""
         if self.clock is not None and self.accelerator.is_main_process:
             with self.run.log.tolerant("the clock"):
+                self.clock.saved = bool(checkpoint.list_checkpoints(self.config.checkpoints))
                 self.clock.write(self.config.output_dir, self.pace.planned, durable=durable)
 
     def _write_times(self, step_time: float) -> None:
@@ -364,8 +365,6 @@ class Trainer:
         state = self.state
         counters = state.counters(distributed.gather_scalars(self.accelerator, state.sums))
         self._saved = self.run.save(state.step, state.tensors(), counters, best=self._is_best)
-        if self.clock is not None:
-            self.clock.saved = True
         for callback in self.callbacks:
             callback.on_checkpoint(self, self._saved)
 

@@ -115,14 +115,18 @@ def test_origins_of_a_run_that_begins(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("more", "expected"),
-    [("", ["chosen", "chosen", "chosen"]), ("--image_size 64", ["given", "default", "default"])],
+    [
+        ("", ["chosen", "chosen", "chosen"]),
+        ("--image_size 192", ["given", "chosen", "chosen"]),
+        ("--degrade grey", ["default", "default", "default"]),
+    ],
 )
 def test_the_size_is_that_of_the_run_of_the_initial_weights(more: str, expected: list[str], tmp_path: Path) -> None:
     save(tmp_path / "pets", image_size=128, autoencoder=["small"])
     words = f"--init_from {tmp_path}/pets --dataset_path {tmp_path} --output_dir {tmp_path}/cats {more}"
     settings, _ = with_record(settings_of(words))
     assert origins(settings, "image_size", "aspect_ratio", "autoencoder") == expected
-    assert settings.values.data.autoencoder == (() if more else ("small",))
+    assert settings.values.data.autoencoder == (() if "grey" in more else ("small",))
 
 
 def test_origins_with_a_teacher(tmp_path: Path) -> None:

@@ -125,6 +125,8 @@ def test_a_copy_of_a_run_does_not_save_among_the_checkpoints_of_the_run(tmp_path
     shutil.copytree(run, copy)
     with pytest.raises(UsageError, match=f"`checkpoint_dir` {place} has the checkpoints of {run}: choose another"):
         check_start(replace(config, output_dir=copy), writes=False)
+    with ExitStack() as held, pytest.raises(UsageError, match="has the checkpoints of"):
+        lock_folder(replace(config, output_dir=copy), held)
     assert write_status(copy, "running", 1, 2) != name
     shutil.copytree(place, tmp_path / "their copy")
     check_start(replace(config, output_dir=copy, checkpoint_dir=tmp_path / "their copy"), writes=False)

@@ -160,6 +160,17 @@ def test_only_the_newest_ended_jobs_are_kept(ask: Callable[..., Job], monkeypatc
     assert len(jobs.jobs(last.folder.parents[3])) == 3
 
 
+def test_jobs_are_where_the_folder_of_the_runs_is_now(ask: Callable[..., Job], tmp_path: Path) -> None:
+    end(ask("print(1)"))
+    moved = (tmp_path / jobs.STUDIO).rename(tmp_path / "moved").parent / "moved"
+    (moved / "runs").mkdir()
+    (moved / "jobs").rename(moved / "runs" / "jobs")
+    (moved / "runs").rename(moved / jobs.STUDIO)
+    [job] = jobs.jobs(moved)
+    assert (job.code, job.has_begun, job.output) == (0, True, "1\n")
+    jobs.resume(moved)
+
+
 def test_a_machine_that_shares_the_folder_has_its_own_jobs(
     ask: Callable[..., Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,7 +92,7 @@ class ImageSource(ABC):
     """Class names by label; empty if the images have no labels."""
     notes: Sequence[str] = ()
     """Sentences that a user should know about the images, such as which files are not read. A source may add to them
-    until :meth:`column_names` has returned. No store keeps them, since other files may lie there the next time."""
+    until :meth:`column_names` has returned. Stores do not keep them, since the files may change between runs."""
 
     @abstractmethod
     def __len__(self) -> int:
