@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 from math import gcd
-from typing import Any
+from typing import Any, NoReturn
 
 from rectified_flow.cli.build import choose_flow, choose_network, divisor_of
 from rectified_flow.cli.data import can_augment, check_source
@@ -76,21 +76,18 @@ def check_conditions(items: Any, columns: ConditionSpecs, network: NetworkConfig
         flow: the flags of the flow.
     """
     conditions: ConditionSpecs = getattr(items, "conditions", {}) if network.use_cfg else columns
-    if network.use_cfg:
-        check_classes(items, columns.keys())
+    if network.use_cfg and not conditions.keys() - columns.keys():
+        _refuse_unlabelled(getattr(items, "table", ()), has_columns=bool(columns))
     unequal = [name for name, kind in conditions.items() if not isinstance(kind, Labels)]
     if flow.coupling == "ot" and unequal:
         pairs = f"pairs rows with equal conditions, and values of {unequal[0]} are rarely equal"
         raise UsageError(f"--coupling ot {pairs}: leave it out, or pass labels only")
 
 
-def check_classes(items: Any, columns: Collection[str]) -> None:
-    """Raise a UsageError if the items have no condition other than these columns; ``--use_cfg`` needs one."""
-    if getattr(items, "conditions", {}).keys() - columns:
-        return
-    if columns:
+def _refuse_unlabelled(table: Collection[str], *, has_columns: bool) -> NoReturn:
+    """Raise a UsageError about data without labels, which ``--use_cfg`` needs; ``table`` has the names of columns."""
+    if has_columns:
         raise UsageError("--use_cfg needs labels, which the data lack: leave it out; --condition_on works without it")
-    table = getattr(items, "table", ())
     column = next((name for name in LABEL_COLUMNS if name in table), next(iter(table), "COLUMN"))
     advice = f"put the pictures of each class in a subfolder of its own, or pass --condition_on {column}=label"
     raise UsageError(f"--use_cfg needs labels: {advice} to use a column of texts as labels")

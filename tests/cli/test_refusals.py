@@ -75,7 +75,7 @@ REFUSALS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("--condition_on text --text_tokens 4", "--text_tokens needs --text_encoder"),
         (
             "--condition_on parity size --coupling ot",
-            "--coupling ot pairs rows with equal conditions, and size has few",
+            "--coupling ot pairs rows with equal conditions, and values of size are",
         ),
     ],
     (TRAIN, TRANSLATION): [
