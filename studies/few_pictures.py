@@ -2,8 +2,8 @@
 
 A case is a setting and a number of pictures. All runs use the settings that the plan chooses for one hour, on latents
 of the package's autoencoder. Budgets are numbers of images: the plan limits a run to 1,000 passes, or to 400 without
-augmentation, but not below 22,000 images. The remaining pictures of the folder are held out. The recorded rows were
-measured on a folder of 294 emoji of people.
+augmentation, but not below 22,000 and 12,000 images. The remaining pictures of the folder are held out. The recorded
+rows were measured on a folder of 294 emoji of people.
 """
 
 import sys

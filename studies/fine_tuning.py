@@ -15,7 +15,7 @@ from studies.training import load_trained, measure_samples
 
 SETTINGS: Mapping[str, Setting] = {
     "planned": Setting("the settings of the plan"),
-    "dropout 0.1": Setting("as the plan had it before", {"dropout": 0.1}),
+    "dropout 0.1": Setting("dropout, which the plan does not use", {"dropout": 0.1}),
     "learning rate 1e-3": Setting("half of the plan's", {"learning_rate": 1e-3}),
     "learning rate 4e-3": Setting("twice the plan's", {"learning_rate": 4e-3}),
     "learning rate 8e-3": Setting("four times the plan's", {"learning_rate": 8e-3}),

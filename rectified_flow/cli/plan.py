@@ -28,12 +28,14 @@ Size = tuple[int, tuple[str, ...]]
 
 FEW, AUGMENT = 16_000, 0.15  # 1,400 pictures need augmentation in long runs (small_data.md); the limit is a guess
 MIN_TO_HOLD_OUT, HELD_OUT = 125, 30  # of 125 pictures, the 30 that a measurement needs are a quarter
-PASSES, AUGMENTED_PASSES = 400, 1000  # over 64 pictures of 16 px until 1% of the samples are copies (small_data.md)
+# Passes over 64 pictures of 16 px until 1% of the samples are copies. On latents of 128 px, 0.4% are copies after 400
+# passes over 30 and 60 pictures, 11% and 12% after 800, and 1.2% after 1,000 with augmentation (small_data.md)
+PASSES, AUGMENTED_PASSES = 400, 1000
 UNAUGMENTED_PASSES = 50  # no copies of 64 to 1,400 pictures without augmentation (small_data.md)
-AUGMENTED_LENGTH = 2.5  # times as long as the longest run on latents without augmentation, to be better (small_data.md)
+AUGMENTED_LENGTH = 2.5  # times the longest run on latents without augmentation, to be as good (small_data.md)
 # Smallest limit of the number of images, since a network learns too little in a shorter run on any number of pictures:
-# on pixels (small_data.md), and on latents, where distances to photographs hardly fall in longer runs (docs/latents.md)
-MIN_LIMIT = {False: 192_000, True: 22_000}
+# on pixels, and on latents, with augmentation and without it (small_data.md)
+MIN_LIMIT, MIN_LIMIT_OF_LATENTS = 192_000, {True: 22_000, False: 12_000}
 MIN_IMAGES = 4_000  # the shortest measured run whose samples look like pictures had 4,800 images (budget.md)
 SIZES: Mapping[Size, int] = {  # images from which a size and its --autoencoder give better pictures than the next entry
     (256, ("small",)): 400_000,  # a guess: four times the images of an hour at 128 px
@@ -270,10 +272,11 @@ def choose_size(
         few = for_pictures(pictures, augmentable=augmentable(size, autoencoder)).get("augment", 0.0)
         unaugmented = limit_of(pictures, 0.0, latents=True)
         enough = AUGMENTED_LENGTH * unaugmented if autoencoder else UNAUGMENTED_PASSES * pictures
-        augment = few if fitting > enough else 0.0
+        copies = bool(autoencoder) and min(fitting, unaugmented) > PASSES * pictures
+        augment = few if copies or fitting > enough else 0.0
         if augment and autoencoder:  # each step then encodes its pictures
             slower = TRAINED_SHARE * seconds * rate_of(size, autoencoder, augment)
-            augment, fitting = (augment, slower) if slower > enough else (0.0, fitting)
+            augment, fitting = (augment, slower) if copies or slower > enough else (0.0, fitting)
         images = min(fitting, limit_of(pictures, augment, latents=bool(autoencoder)))
         if images >= min_images:
             if (changed := error(size, autoencoder) if autoencoder else 0.0) > SPOILED:
@@ -304,7 +307,8 @@ def passes_of(augment: float) -> int:
 
 def limit_of(pictures: int, augment: float, *, latents: bool) -> int:
     """Return the largest number of training images, repeats included, for a number of pictures."""
-    return max(MIN_LIMIT[latents], passes_of(augment) * pictures)
+    least = MIN_LIMIT_OF_LATENTS[augment > 0] if latents else MIN_LIMIT
+    return max(least, passes_of(augment) * pictures)
 
 
 def network_flags(kind: type[Network], width: int, sides: Sequence[int]) -> dict[str, Any]:

@@ -95,7 +95,14 @@ def test_the_size_of_the_pictures(side: int, rate: float, words: str, chosen: tu
     ("count", "rate", "words", "augment"),
     [
         *((60, 40, "", 0.15), (60, 40, "--image_size 128", 0.15), (60, 15, "", 0)),  # 130,000 and 49,000 images
-        *((2000, 40, "", 0), (20_000, 1e3, "", 0)),
+        *(
+            (2000, 40, "", 0),
+            (20_000, 1e3, "", 0),
+            (30, 9, "", 0),
+            (30, 10, "", 0.15),
+            (20, 3, "", 0.15),
+            (20, 2, "", 0),
+        ),
         *((60, 40, "--autoencoder small --image_size 128", 0.15), (60, 40, "--augment 0", 0)),
         *((60, 40, "--autoencoder small --train_num_steps 9", 0), (60, 40, "--init_from starter", 0)),
     ],
@@ -103,7 +110,10 @@ def test_the_size_of_the_pictures(side: int, rate: float, words: str, chosen: tu
 def test_few_large_pictures_are_augmented_before_they_are_encoded(
     count: int, rate: float, words: str, augment: float
 ) -> None:
-    """On 60 pictures, a run without augmentation ends after 24,000 images; an augmented one needs 2.5 times as many."""
+    """On 60 pictures, a run without augmentation ends after 24,000 images; an augmented one needs 2.5 times as many.
+
+    On 20 pictures, a run of more than 8,000 images would copy them without augmentation.
+    """
     with patch.object(facts, "measure_speed", lambda *_: Speed(rate)):
         assert recipe_of(words, OwnPictures([(300, 300)] * count)).data.augment == augment
 
