@@ -114,7 +114,7 @@ def test_a_missing_compiler_is_one_sentence(tmp_path: Path) -> None:
 def test_a_failure_of_tensorboard_is_one_of_watch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """As on a machine all of whose ports are in use: TensorBoard prints the reason, and returns a code."""
+    """Without a free port, TensorBoard prints the reason and returns a code."""
     board = pytest.importorskip("tensorboard.program").TensorBoard
     monkeypatch.setattr(board, "configure", lambda *_, **__: None)
     monkeypatch.setattr(board, "main", lambda _: -1)
