@@ -29,7 +29,7 @@ from rectified_flow.system.pictures import to_grid, write_picture
 from studies.harness import Case, Figures, Flags, Row, Study, run
 from studies.training import FEATURES, find_folder, load_trained, open_pictures, write_trained
 
-COUNTS = (30, 60, 125, 250)
+COUNTS = (30, 60, 125, 250, 500)
 SCALE = 1.5  # scale of the guidance away from the starter, the "domain guidance" of arXiv:2504.01521
 KERNEL = f"heldout_{FEATURES}_kernel_distance"
 PLANNED: Mapping[str, Any] = {

@@ -1,226 +1,160 @@
-"""Does a starter trained on more kinds of pictures suit more datasets? Four arms with equal training, one per run.
+"""How are the weights of ``--init_from starter`` for latents made, and what does longer training gain?
 
-    python -m studies.starter --state runs/starter --arm b
+    python -m studies.starter --state runs/starter --images 20000000 --minutes 60
 
-Arm a has the kinds of pictures of the present starter; arm b adds photographs, arm c photographs and renders. Arm d
-has the pictures of arm b, and begins with the weights of the present starter, which has seen 864,000 images. The
-network, its settings and the number of images are the same in all arms, and so is their work; the processor time of
-each arm is recorded.
-
-Build the data with ``python -m studies.starter_data`` first. Start the same command again after a kill: the run
-resumes from its newest checkpoint. While a file ``PAUSE`` is in the folder of the state, the run waits after its step,
-and the wait costs no processor time. ``arms/NAME-IMAGES/progress.json`` has the state of a run, and ``figures.json``
-beside it the loss on held-out pictures of each source, when the run has ended.
+Store the pictures with ``python -m studies.starter_data`` first. The training takes the pictures of ``MIXTURE``, whose
+views are cut and encoded anew in each step, and ends after ``--images`` images or after ``--minutes``, whichever comes
+first. Start the same command again after a kill: the run resumes from its newest checkpoint. ``figures.json`` has the
+loss on held-out pictures of each source at the end, and ``samples.png`` shows samples. ``scripts/make_starter.py``
+turns the run into a starter.
 """
 
 import json
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
 import torch
 import tyro
 from accelerate.utils import set_seed
-from numpy.random import default_rng
 from torch import Tensor
-from torch.utils.data import Dataset
 from torchvision.utils import save_image
 
-from rectified_flow import Callback, RectifiedFlow, Small, Trainer, TrainingConfig, Unet, load_flow
-from rectified_flow.cli.training_flags import STARTERS
+from rectified_flow import RectifiedFlow, Small, Trainer, TrainingConfig, Unet, load_flow
 from rectified_flow.flows.times import LogitNormal
-from rectified_flow.latents.space import Latents
-from rectified_flow.runs import checkpoint
-from studies.starter_data import LATENTS, VIEW, wait_while_paused, write
+from rectified_flow.latents.in_step import LatentsInStep
+from rectified_flow.latents.space import scales_of
+from rectified_flow.training.clock import Clock
+from studies.starter_views import VIEW, Views
 
-Arm = Literal["a", "b", "c", "d"]
-TODAY = {"openclipart": 0.45, "drawn": 0.28, "emoji": 0.155, "plasma": 0.07, "gnome": 0.035, "mate": 0.01}
-"""Shares of the crops of the present starter, without six photographs of gnome-backgrounds 3.38."""
-DRAWINGS = {"openclipart": 0.25, "composed": 0.2, "drawn": 0.18, "emoji": 0.2, "words": 0.03, "plasma": 0.08}
-DRAWINGS |= {"ukui": 0.03, "gnome": 0.02, "mate": 0.01}
-PHOTOGRAPHS = {"land": 0.75, "things": 0.25}
-RENDERS = {"renders": 0.8, "sprites": 0.2}
-
-
-def mixed(*parts: tuple[float, Mapping[str, float]]) -> dict[str, float]:
-    """Return the shares of sources in a mixture of groups."""
-    return {name: share * weight for share, group in parts for name, weight in group.items()}
-
-
-ARMS: Mapping[Arm, Mapping[str, float]] = {
-    "a": TODAY,
-    "b": mixed((0.6, DRAWINGS), (0.4, PHOTOGRAPHS)),
-    "c": mixed((0.4, DRAWINGS), (0.3, PHOTOGRAPHS), (0.3, RENDERS)),
-    "d": mixed((0.6, DRAWINGS), (0.4, PHOTOGRAPHS)),
+MIXTURE: Mapping[str, float] = {
+    "openclipart": 0.17,
+    "emoji": 0.1,
+    "drawn": 0.08,
+    "words": 0.02,
+    "plasma": 0.04,
+    "ukui": 0.02,
+    "gnome": 0.01,
+    "mate": 0.01,
+    "land": 0.2,
+    "things": 0.1,
+    "renders": 0.2,
+    "sprites": 0.05,
 }
-"""Shares of the sources in each arm."""
-NETWORK: Mapping[str, Any] = {"dim": 48, "dim_mults": (1, 2), "attention_sides": (8,), "blocks_per_level": 1}
-"""The network of the present starter."""
-FLAGS: Mapping[str, Any] = {
-    "network": ["Unet", "blocks_per_level=1", "attention_sides=[8]"],
-    "dim": NETWORK["dim"],
-    "dim_mults": list(NETWORK["dim_mults"]),
-    "dropout": 0.0,
-    "prediction": "velocity",
-    "autoencoder": ["small"],
-}
-"""The flags of the same network, which scripts/make_starter.py and ``--init_from`` read from the run."""
-BATCH, RATE, AVERAGED, WARMUP = 32, 2e-3, 0.05, 50
+"""Share of the views of each source."""
+BATCH, RATE, AVERAGED, WARMUP = 1024, 2e-3, 0.04, 50
 """Images of a step, peak learning rate, length of the average and of the warm-up, the latter as a divisor of steps."""
-SAVE_EVERY = 200
-HELD_OUT_LATENTS = 256
-"""Held-out latents of each source for the figures, at most."""
+SCALED_VIEWS = 2048
+"""Views from which the scale of the latents is measured."""
+HELD_OUT_VIEWS = 256
+"""Views of held-out pictures of each source for the figures."""
 TIMES = 8
 """Times at which each of them is measured."""
 
 
 @dataclass(frozen=True)
 class Flags:
-    """The arm of the study and the length of its training."""
+    """The network and the length of its training."""
 
     state: Path
-    """Folder of ``data`` and ``arms``."""
-    arm: Arm
-    """Pictures to train on."""
-    images: int = 280_000
+    """Folder of ``sources`` and of the runs."""
+    images: int = 20_000_000
     """Images of the training, with repeats."""
+    minutes: float | None = None
+    """Largest duration of the training by the clock; no limit if not given."""
+    dim: int = 48
+    """Channels of the first level of the network."""
+    dim_mults: tuple[int, ...] = (1, 2, 3)
+    """Factors of the channels of each level."""
+    without: tuple[str, ...] = ()
+    """Sources to leave out."""
+    batch_size: int = BATCH
+    """Images of a step."""
+    compile: bool = False
+    """Compile the loss, which takes a minute and makes steps on a GPU faster."""
     seed: int = 0
     """Seed of weights, order and noise."""
 
     @property
+    def network(self) -> dict[str, Any]:
+        """Arguments of the network."""
+        return {"dim": self.dim, "dim_mults": self.dim_mults, "attention_sides": (8,), "blocks_per_level": 1}
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Share of the views of each source."""
+        return {name: share for name, share in MIXTURE.items() if name not in self.without}
+
+    @property
     def folder(self) -> Path:
         """Folder of the run."""
-        return self.state / "arms" / f"{self.arm}-{self.images}"
+        words = [f"{self.dim}", *map(str, self.dim_mults), f"{self.images}", *(f"no-{name}" for name in self.without)]
+        return self.state / "runs" / "-".join(words)
 
 
-class Mixture(Dataset[Any]):
-    """Latents of several sources, each with its share.
-
-    Args:
-        folder: the folder of the data.
-        shares: shares of the sources.
-
-    Raises:
-        FileNotFoundError: if a source is not built.
-    """
-
-    def __init__(self, folder: Path, shares: Mapping[str, float]) -> None:
-        self.parts = {name: np.load(folder / f"{name}-latents.npy", mmap_mode="r") for name in shares}
-        counts = {name: training_rows(folder, name) for name in shares}
-        # An epoch has each latent of the largest source, relative to its share, once.
-        length = max(count / shares[name] for name, count in counts.items())
-        rng = default_rng(0)
-        self.rows = [
-            (name, int(row))
-            for name, share in shares.items()
-            for row in repeated(counts[name], round(share * length), rng)
-        ]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        name, row = self.rows[index]
-        return {"latents": torch.from_numpy(self.parts[name][row].copy())[None, None]}
-
-
-def repeated(count: int, length: int, rng: np.random.Generator) -> np.ndarray[Any, Any]:
-    """Return ``length`` of ``count`` numbers, each of them equally often, up to one."""
-    rounds = [rng.permutation(count) for _ in range(-(-length // count))]
-    return np.concatenate(rounds)[:length]
-
-
-def training_rows(folder: Path, name: str) -> int:
-    """Return the number of latents of a source for training."""
-    about = json.loads((folder / f"{name}.json").read_text())
-    return about["training"] * about["views"]
-
-
-def space_of(folder: Path) -> Latents:
-    """Return the space of the latents, scaled by those of arm a in all arms, so that losses can be compared."""
-    data = Mixture(folder, ARMS["a"])
-    chosen = default_rng(0).permutation(len(data))[:8192]
-    some = torch.stack([data[int(number)]["latents"][0, 0] for number in chosen]).float()
-    mean, std = some.mean(dim=(0, 2, 3)), some.std(dim=(0, 2, 3))
-    return Latents(Small(), VIEW, mean=[float(f"{m:.4g}") for m in mean], std=[float(f"{s:.4g}") for s in std])
-
-
-class Progress(Callback):
-    """Writes the state of a run down, counts its processor time, and waits while there is a file ``PAUSE``."""
-
-    def __init__(self, flags: Flags) -> None:
-        self.file, self.state = flags.folder / "progress.json", flags.state
-        self.before, self.began = 0.0, time.process_time()
-
-    def on_start(self, trainer: Trainer) -> None:
-        """Restore the processor time of the checkpoint that the run resumes from."""
-        if self.file.exists() and trainer.state.step:
-            self.before = json.loads(self.file.read_text())["seconds"]
-        self.began = time.process_time()
-
-    def on_step(self, trainer: Trainer) -> None:
-        """Wait while the run is paused."""
-        wait_while_paused(self.state)
-
-    def on_checkpoint(self, trainer: Trainer, path: Path) -> None:
-        """Write down how far the run is."""
-        seconds = round(self.before + time.process_time() - self.began, 1)
-        state = {"step": trainer.state.step, "of": trainer.total_steps, "images": trainer.state.images_seen}
-        write(self.file, {**state, "seconds": seconds})
+def build_flow(flags: Flags, data: Views) -> RectifiedFlow:
+    """Return the flow with the weights of the seed, and with the scale of the latents of the data."""
+    set_seed(flags.seed)
+    space = LatentsInStep(Small(), VIEW)
+    latents = space.encode(data.read_batch(range(SCALED_VIEWS))["images"])
+    means = [latents.double().pow(power).mean(dim=(0, 2, 3)).tolist() for power in (1, 2)]
+    space = space.scaled(*scales_of(*means))
+    channels, side, _ = space.shape or ()
+    network = Unet(**flags.network, channels=channels, image_size=side)
+    return RectifiedFlow(network, space=space, time_distribution=LogitNormal(stratified=True))
 
 
 def train(flags: Flags) -> None:
-    """Train an arm to its end."""
-    flags.folder.mkdir(parents=True, exist_ok=True)
-    data = Mixture(flags.state / "data", ARMS[flags.arm])
-    set_seed(flags.seed)
-    network = Unet(**NETWORK, channels=LATENTS[0], image_size=LATENTS[1])
-    if flags.arm == "d":
-        checkpoint.load_matching(network, checkpoint.resolve(STARTERS / "small"))  # a resumed run loads its checkpoint
-    flow = RectifiedFlow(network, space=space_of(flags.state / "data"), time_distribution=LogitNormal(stratified=True))
-    steps = flags.images // BATCH
+    """Train to the end of the images or of the time."""
+    began = time.monotonic()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    data = Views(flags.state / "sources", flags.shares, device)
+    steps = flags.images // flags.batch_size
     config = TrainingConfig(
-        output_dir=flags.folder / "run",
+        output_dir=flags.folder,
         train_num_steps=steps,
-        batch_size=BATCH,
+        batch_size=flags.batch_size,
         optimizer=("muon",),
         learning_rate=RATE,
         lr_decay="cosine",
         lr_warmup_steps=max(10, steps // WARMUP),
         ema_decay=1 - 1 / max(10.0, AVERAGED * steps),
-        mixed_precision="no",
+        compile=flags.compile,
         num_samples=0,
-        save_every=SAVE_EVERY,
+        save_every=max(1, steps // 10),
         keep_checkpoints=1,
-        log_every=50,
-        num_workers=0,
+        log_every=max(1, steps // 200),
         seed=flags.seed,
     )
-    trainer = Trainer(flow, data, config, callbacks=[Progress(flags)], flags=FLAGS)
+    recorded = {
+        "network": ["Unet", "blocks_per_level=1", "attention_sides=[8]"],
+        "dim": flags.dim,
+        "dim_mults": list(flags.dim_mults),
+        "dropout": 0.0,
+        "prediction": "velocity",
+        "autoencoder": ["small"],
+    }  # what scripts/make_starter.py and --init_from read
+    clock = None if flags.minutes is None else Clock(60 * flags.minutes, steps, began=began)
+    trainer = Trainer(build_flow(flags, data), data, config, flags=recorded, clock=clock)
     if not trainer.train():
         raise SystemExit(f"{flags.folder} was asked to stop, and is saved")
 
 
 @torch.no_grad()
 def measure(flags: Flags) -> None:
-    """Write the loss on held-out latents of all sources that are built, and a picture of samples."""
-    flow = load_flow(flags.folder / "run").eval()
+    """Write the loss on held-out pictures of each source, and a picture of samples."""
+    flow = load_flow(flags.folder).eval()
     assert isinstance(flow, RectifiedFlow)  # train built it
-    generator, figures = torch.Generator().manual_seed(0), dict[str, float]()
-    for about in sorted((flags.state / "data").glob("*-latents.npy")):
-        name = about.name.removesuffix("-latents.npy")
-        if not (flags.state / "data" / f"{name}.json").exists():
-            continue
-        latents = np.load(about, mmap_mode="r")[training_rows(flags.state / "data", name) :]
-        if not len(latents):
-            continue
-        some = latents[:: max(1, len(latents) // HELD_OUT_LATENTS)].copy()
-        x = flow.space.encode(torch.from_numpy(some)[:, None, None])
-        figures[name] = loss_of(flow, x, generator)
-    write(flags.folder / "figures.json", figures)
+    figures = {}
+    for name in flags.shares:
+        with suppress(ValueError):  # no picture of the source is held out
+            views = Views(flags.state / "sources", {name: 1.0}, torch.device("cpu"), held_out=True)
+            x = flow.space.encode(views.read_batch(range(HELD_OUT_VIEWS))["images"])
+            figures[name] = loss_of(flow, x, torch.Generator().manual_seed(0))
+    (flags.folder / "figures.json").write_text(json.dumps(figures, indent=1))
     set_seed(flags.seed)
     save_image(flow.sample(64, steps=16), flags.folder / "samples.png", nrow=8)
 
@@ -237,9 +171,8 @@ def loss_of(flow: RectifiedFlow, x: Tensor, generator: torch.Generator) -> float
 
 
 def main() -> None:
-    """Train an arm, and measure it."""
+    """Train, and measure."""
     flags = tyro.cli(Flags, prog="python -m studies.starter", description=__doc__, use_underscores=True)
-    torch.set_num_threads(1)
     if not (flags.folder / "figures.json").exists():
         train(flags)
         measure(flags)

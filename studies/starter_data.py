@@ -1,235 +1,115 @@
-"""Crops of the pictures of a starter, their latents, and the table of their sources.
+"""The pictures of a starter, reduced and with their licences, in one Parquet file for each source.
 
     python -m studies.starter_data --state runs/starter --packages FOLDER --emoji FOLDER
 
-Each source becomes ``data/NAME.npy``, crops of 256 px (of 128 px for renders), and ``data/NAME-latents.npy``, the
-latents of views of 128 px of these crops. ``data/NAME.json`` is written last, and a source that has it is not built
-again; if only the crops are there, the latents are made. Crops of one picture in sixteen are for figures only; they
-are the last rows of each file.
+A file that is there is not written again. The files hold all that a training needs, so that it can run on a machine
+without the packages.
 """
 
 import csv
-import json
-import math
+import io
 import os
-import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
+import pyarrow as pa
+import pyarrow.parquet as pq
 import tyro
-from numpy.lib.format import open_memmap
-from numpy.random import Generator, default_rng
-from numpy.typing import NDArray
 from PIL import Image
 
-from rectified_flow import Small
-from studies.autoencoder_data import FILTERS, HELD_OUT, colour, texture
 from studies.starter_sources import Kind, Picture, open_sources
 
 Image.MAX_IMAGE_PIXELS = None
-SIDE, VIEW = 256, 128
-"""Sides of the crops and of the views whose latents are stored [px]."""
-LATENTS = (8, VIEW // 8, VIEW // 8)
-MIN_SIDE = 96
-"""Smaller pictures are left out [px]."""
-WHOLE = 0.5
-"""Share of views that show the whole crop."""
-ENCODED_AT_ONCE = 64
-Crop = NDArray[np.uint8]
+MIN_LONG, MIN_SHORT = 96, 128
+"""Smallest long side of pictures with transparent parts, and smallest short side of other pictures [px]."""
+HELD_OUT = 16
+"""One picture in so many is for figures only."""
+QUALITY = 85
+"""Of the reduced pictures, which are stored as WebP."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How the crops of a source are made."""
+    """What a source has, and how large its pictures are stored."""
 
     kind: Kind
-    crops: int
-    """Crops of each picture."""
-    views: int
-    """Views of each crop."""
-    over_photographs: float = 0.0
-    """Share of the transparent pictures that are composed over crops of ``land``."""
-    side: int = SIDE
+    side: int = 512
+    """Short side of the stored pictures [px], of pictures with transparent parts the long side."""
 
 
 PLANS = {
-    "openclipart": Plan("drawing", 1, 2),
-    "emoji": Plan("emoji", 1, 4),
-    "drawn": Plan("drawing", 1, 2),
-    "plasma": Plan("drawing", 60, 1),
-    "gnome": Plan("drawing", 40, 1),
-    "mate": Plan("drawing", 60, 1),
-    "land": Plan("photograph", 24, 3),
-    "things": Plan("photograph", 8, 6),
-    "words": Plan("drawing", 4, 2, over_photographs=0.3),
-    "ukui": Plan("drawing", 40, 1),
-    "composed": Plan("drawing", 1, 1, over_photographs=0.7),
-    "sprites": Plan("render", 4, 1, over_photographs=0.5),
-    "renders": Plan("render", 2, 1, over_photographs=0.5, side=VIEW),
+    "openclipart": Plan("drawing", 256),
+    "emoji": Plan("emoji", 256),
+    "drawn": Plan("drawing", 256),
+    "plasma": Plan("drawing", 1024),
+    "gnome": Plan("drawing", 1024),
+    "mate": Plan("drawing", 1024),
+    "ukui": Plan("drawing", 1024),
+    "land": Plan("photograph"),
+    "things": Plan("photograph"),
+    "words": Plan("drawing", 256),
+    "sprites": Plan("render", 256),
+    "renders": Plan("render", 128),
 }
-"""The sources. ``composed`` has the drawings of ``openclipart``, mostly over photographs."""
 
 
 @dataclass(frozen=True)
 class Flags:
     """Where the pictures are."""
 
-    packages: Path
+    packages: Path = Path("packages")
     """Folder of the unpacked Debian packages."""
-    emoji: Path
+    emoji: Path = Path("emoji")
     """Folder of the dataset of emoji."""
     state: Path = Path("runs/starter")
-    """Folder of ``data`` and ``renders``."""
-    only: tuple[str, ...] = tuple(name for name in PLANS if name != "renders")
-    """Sources to build."""
+    """Folder of ``sources`` and ``renders``."""
+    only: tuple[str, ...] = tuple(PLANS)
+    """Sources to store."""
     table: Path | None = None
     """File for a table of the sources with their authors and licences."""
 
 
-def cut(image: Image.Image, side: int, rng: Generator) -> Image.Image:
-    """Return a square of ``side`` px at a scale between the native one and the whole picture."""
-    most = min(image.size)
-    length = min(most, math.exp(rng.uniform(math.log(min(side, most)), math.log(most))))  # without a rounding error
-    x, y = (rng.uniform(0, each - length) for each in image.size)
-    box = (x, y, x + length, y + length)
-    return image.resize((side, side), FILTERS[rng.integers(3)], box, reducing_gap=2)
-
-
-def compose(image: Image.Image, ground: Image.Image, rng: Generator) -> Image.Image:
-    """Return a picture with transparent parts over a ground, whole or in part."""
-    side = ground.width
-    scale = rng.uniform(1, 1.3) if rng.random() < 0.7 else rng.uniform(0.4, 1)
-    length = max(side // 2, round(scale * max(image.size)))
-    x, y = (round(rng.uniform(min(0, each - length), max(0, each - length))) for each in image.size)
-    part = image.crop((x, y, x + length, y + length)).resize((side, side), FILTERS[rng.integers(3)])
-    ground.paste(part, (0, 0), part)
-    return ground
-
-
-def draw_ground(side: int, rng: Generator) -> Image.Image:
-    """Return white, a colour or a texture."""
-    kind = rng.random()
-    return (
-        texture(rng, side) if kind < 0.25 else Image.new("RGB", (side, side), "white" if kind < 0.75 else colour(rng))
-    )
-
-
-def is_held_out(picture: Picture) -> bool:
+def is_held_out(name: str) -> bool:
     """Return whether a picture is for figures only."""
-    return zlib.crc32(picture.name.encode()) % HELD_OUT == 0
+    return zlib.crc32(name.encode()) % HELD_OUT == 0
 
 
-def crops_of(picture: Picture, plan: Plan, grounds: NDArray[np.uint8] | None) -> Iterator[Crop]:
-    """Return the crops of a picture; none of one that is too small."""
-    rng = default_rng(zlib.crc32(f"{picture.name} {plan.over_photographs}".encode()))
+def reduced(picture: Picture, side: int) -> bytes | None:
+    """Return a picture as WebP, reduced to at most ``side``; None if it is too small."""
     image = picture.open()
-    if max(image.size) < MIN_SIDE:
-        return
-    for _ in range(plan.crops):
-        if image.mode == "RGB":
-            yield np.asarray(image if image.size == (plan.side, plan.side) else cut(image, plan.side, rng))
-            continue
-        ground = draw_ground(plan.side, rng)
-        if grounds is not None and rng.random() < plan.over_photographs:
-            ground = Image.fromarray(grounds[rng.integers(len(grounds))]).resize((plan.side, plan.side))
-        yield np.asarray(compose(image, ground, rng))
+    length, least = (max(image.size), MIN_LONG) if image.mode == "RGBA" else (min(image.size), MIN_SHORT)
+    if length < least:
+        return None
+    scale = side / length
+    if scale < 1:
+        sides = [max(1, round(scale * each)) for each in image.size]
+        image = image.resize((sides[0], sides[1]), Image.Resampling.LANCZOS, reducing_gap=3)
+    file = io.BytesIO()
+    image.save(file, "WEBP", quality=QUALITY)
+    return file.getvalue()
 
 
-def views_of(crop: Crop, count: int, rng: Generator) -> Iterator[Crop]:
-    """Return views of a crop, whole or in part, half of them mirrored."""
-    image = Image.fromarray(crop)
-    for _ in range(count):
-        length = image.width if rng.random() < WHOLE else rng.uniform(min(VIEW, image.width), image.width)
-        x, y = rng.uniform(0, image.width - length, 2)
-        if length == image.width == VIEW:
-            view = crop
-        else:
-            view = np.asarray(image.resize((VIEW, VIEW), FILTERS[rng.integers(3)], (x, y, x + length, y + length)))
-        yield view[:, :: rng.choice((1, -1))]
-
-
-def write(file: Path, document: Any) -> None:
-    """Write a document as a whole."""
-    file.with_suffix(".new").write_text(json.dumps(document, indent=1))
-    os.replace(file.with_suffix(".new"), file)
-
-
-def wait_while_paused(state: Path) -> None:
-    """Wait until there is no file PAUSE in a folder."""
-    while (state / "PAUSE").exists():
-        time.sleep(2)
-
-
-def build_crops(folder: Path, name: str, pictures: list[Picture]) -> None:
-    """Write the crops of a source, those for figures last, and then the number of crops for training."""
-    plan = PLANS[name]
-    grounds = None
-    if plan.over_photographs:
-        count = json.loads((folder / "land.json").read_text())["training"]
-        grounds = np.load(folder / "land.npy", mmap_mode="r")[:count]
-    new = folder / f"{name}.new.npy"
-    crops = open_memmap(new, "w+", np.uint8, (plan.crops * len(pictures), plan.side, plan.side, 3))
-    row = training = 0
-    for held_out in (False, True):
-        for picture in pictures:
-            wait_while_paused(folder.parent)
-            if is_held_out(picture) == held_out:
-                for crop in crops_of(picture, plan, grounds):
-                    crops[row] = crop
-                    row += 1
-        training = training if held_out else row
-    crops.flush()
-    shorten(new, row)
-    os.replace(new, folder / f"{name}.npy")
-    write(folder / f"{name}-crops.json", training)
-
-
-def shorten(file: Path, rows: int) -> None:
-    """Cut the file of an array off after some rows."""
-    array = np.load(file, mmap_mode="r")
-    if rows < len(array):
-        shorter = open_memmap(file.with_suffix(".short"), "w+", array.dtype, (rows, *array.shape[1:]))
-        shorter[:] = array[:rows]
-        os.replace(file.with_suffix(".short"), file)
-
-
-@torch.no_grad()
-def build_latents(folder: Path, name: str) -> None:
-    """Write the latents of the views of all crops of a source, float16 ``[crops * views, 8, 16, 16]``."""
-    crops, plan, autoencoder = np.load(folder / f"{name}.npy", mmap_mode="r"), PLANS[name], Small()
-    new = folder / f"{name}-latents.new.npy"
-    latents = open_memmap(new, "w+", np.float16, (len(crops) * plan.views, *LATENTS))
-    rng = default_rng(zlib.crc32(name.encode()))
-    step = max(1, ENCODED_AT_ONCE // plan.views)
-    for first in range(0, len(crops), step):
-        wait_while_paused(folder.parent)
-        views = np.stack([view for crop in crops[first : first + step] for view in views_of(crop, plan.views, rng)])
-        encoded, _ = autoencoder.encode(torch.from_numpy(views).permute(0, 3, 1, 2).float() / 127.5 - 1)
-        latents[first * plan.views : first * plan.views + len(views)] = encoded.numpy()
-    latents.flush()
-    os.replace(new, folder / f"{name}-latents.npy")
-
-
-def build(folder: Path, name: str, list_pictures: Callable[[], list[Picture]]) -> None:
-    """Build a source, unless it is there."""
-    if (folder / f"{name}.json").exists():
+def store(folder: Path, name: str, list_pictures: Callable[[], list[Picture]]) -> None:
+    """Write the file of a source, unless it is there."""
+    file = folder / f"{name}.parquet"
+    if file.exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
     pictures = list_pictures()
-    if not (folder / f"{name}-crops.json").exists():
-        build_crops(folder, name, pictures)
-    training = json.loads((folder / f"{name}-crops.json").read_text())
-    build_latents(folder, name)
-    plan = PLANS[name]
-    about: dict[str, Any] = {"kind": plan.kind, "training": training, "views": plan.views, "terms": terms_of(pictures)}
-    write(folder / f"{name}.json", about)
-    print(name, len(pictures), "pictures,", training, "crops for training", flush=True)
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        images = list(pool.map(partial(reduced, side=PLANS[name].side), pictures, chunksize=16))
+    pairs = [(picture, image) for picture, image in zip(pictures, images, strict=True) if image is not None]
+    columns = {each: [getattr(picture, each) for picture, _ in pairs] for each in ("name", "authors", "licence")}
+    table = pa.table({**columns, "image": [image for _, image in pairs]})
+    pq.write_table(table, file.with_suffix(".new"))
+    os.replace(file.with_suffix(".new"), file)
+    print(f"{name}: {len(pairs)} pictures, {file.stat().st_size / 1e6:.1f} MB", flush=True)
 
 
 def terms_of(pictures: list[Picture]) -> list[dict[str, Any]]:
@@ -251,15 +131,13 @@ def write_table(sources: Mapping[str, Callable[[], list[Picture]]], file: Path) 
 
 
 def main() -> None:
-    """Build the sources in their order."""
+    """Store the sources in their order."""
     flags = tyro.cli(Flags, prog="python -m studies.starter_data", description=__doc__, use_underscores=True)
-    torch.set_num_threads(1)
-    sources = dict(open_sources(flags.packages, flags.emoji, flags.state / "renders"))
-    sources["composed"] = sources["openclipart"]
+    sources = open_sources(flags.packages, flags.emoji, flags.state / "renders")
     for name in flags.only:
-        build(flags.state / "data", name, sources[name])
+        store(flags.state / "sources", name, sources[name])
     if flags.table is not None:
-        write_table({name: sources[name] for name in PLANS if name not in ("composed", "renders")}, flags.table)
+        write_table({name: sources[name] for name in PLANS if name != "renders"}, flags.table)
 
 
 if __name__ == "__main__":

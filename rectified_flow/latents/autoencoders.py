@@ -4,6 +4,7 @@
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache, partial
 from hashlib import blake2b
@@ -42,6 +43,8 @@ class Autoencoder(ABC):
     encodes_in_step: ClassVar[bool] = False
     """Whether a training step can encode its pictures, after it has augmented them, instead of reading stored latents.
     ``encode`` must then return no standard deviation, and cost little beside the step."""
+    pixels_at_once: ClassVar[Mapping[str, int]] = {}
+    """Pixels that are encoded or decoded at once by type of device, where the default would leave it idle."""
 
     @abstractmethod
     def encode(self, pictures: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -221,6 +224,7 @@ class Small(Autoencoder):
 
     name = "small"
     encodes_in_step = True
+    pixels_at_once: ClassVar[Mapping[str, int]] = {"cuda": 2**23}  # about 1 GB of activations
 
     def __init__(self, fingerprint: str | None = None) -> None:
         self.fingerprint = _small_fingerprint()

@@ -25,7 +25,8 @@ from rectified_flow.spaces.pictures import GREY, RGB, Pictures
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.spaces.space import DataFacts, Shape, Space
 
-PIXELS_AT_ONCE = 2**20  # pixels that are encoded or decoded at once: their activations take many times the memory
+PIXELS_AT_ONCE = 2**20
+"""Pixels that are encoded or decoded at once, unless the autoencoder says: activations take many times the memory."""
 
 
 class StoredLatents(Space):
@@ -149,19 +150,19 @@ class Latents(StoredLatents):
 
     @override
     def decode(self, x: Tensor) -> Tensor:
-        parts = self.unscaled(x).split(self._at_once)
+        parts = self.unscaled(x).split(self._at_once(x.device))
         pictures = torch.cat([self.autoencoder.decode(part) for part in parts])
         return self.pixels.decode(pictures.mean(dim=1, keepdim=True) if self.grey else pictures)
 
     def latents_of(self, pictures: Tensor) -> Tensor:
         """Encode stored pictures some at a time, as a single variant ``[b, 1, k, c, h, w]``."""
-        parts = self.pixels.encode(pictures).expand(-1, RGB, -1, -1).split(self._at_once)
+        parts = self.pixels.encode(pictures).expand(-1, RGB, -1, -1).split(self._at_once(pictures.device))
         encoded = [self.autoencoder.encode(part) for part in parts]
         return torch.cat([torch.stack([each for each in pair if each is not None], dim=1) for pair in encoded])[:, None]
 
-    @property
-    def _at_once(self) -> int:
-        return max(1, PIXELS_AT_ONCE // math.prod((self.pixels.shape or ())[1:]))
+    def _at_once(self, device: torch.device) -> int:
+        pixels = self.autoencoder.pixels_at_once.get(device.type, PIXELS_AT_ONCE)
+        return max(1, pixels // math.prod((self.pixels.shape or ())[1:]))
 
 
 def autoencoder_of(part: Sequence[str]) -> Autoencoder:

@@ -1,26 +1,28 @@
-"""Tests of the data of the starter: licences, resource files, crops and their latents."""
+"""Tests of the starter: licences, resource files, stored pictures, their views, and the training."""
 
 import json
 import struct
 import sys
-import time
 import zlib
 from pathlib import Path
+from typing import Any
 
-import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
+import torch.nn.functional as F
 from numpy.random import default_rng
 from PIL import Image
 from safetensors.torch import load_file
 
-from rectified_flow import Small, Trainer
+from rectified_flow.training.stepper import Stepper
 from scripts import make_starter
 from studies import starter, starter_data
 from studies.autoencoder_data import gradient
-from studies.starter_data import Plan, build, cut, is_held_out, write_table
+from studies.starter_data import is_held_out, store, write_table
 from studies.starter_renders import FACTORIES, factory_of
 from studies.starter_sources import Picture, read_resources, read_terms, terms_of
+from studies.starter_views import Views
 
 COPYRIGHT = """Format: https://www.debian.org/doc/packaging-manuals/copyright-format/1.0/
 
@@ -81,55 +83,6 @@ def test_a_resource_file_gives_names_and_contents(tmp_path: Path) -> None:
     assert dict(read_resources(tmp_path / "x.rcc")) == {"/folder/a.webp": b"abc", "/folder/b.txt": b"long"}
 
 
-def test_a_crop_is_a_part_of_its_picture() -> None:
-    image = Image.new("RGB", (300, 180), (10, 20, 30))
-    crops = [np.asarray(cut(image, 64, default_rng(seed))) for seed in range(20)]
-    assert all(crop.shape == (64, 64, 3) and (crop == (10, 20, 30)).all() for crop in crops)
-
-
-def test_sources_are_built_once_with_held_out_pictures_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plans = {"land": Plan("photograph", 2, 3), "words": Plan("drawing", 1, 1, over_photographs=1.0)}
-    monkeypatch.setattr(starter_data, "PLANS", plans)
-    monkeypatch.setattr(starter_data, "HELD_OUT", 4)
-    monkeypatch.setattr(starter_data, "WHOLE", 1.0)
-    files = []
-    for number in range(12):
-        files.append(tmp_path / f"{number}.png")
-        gradient(default_rng(number), 100).save(files[-1])
-    land = [Picture(file.name, f"author {number % 2}", "CC0-1.0", file) for number, file in enumerate(files)]
-    Image.new("RGBA", (120, 90), (255, 0, 0, 128)).save(tmp_path / "word.png")
-    Image.new("RGB", (20, 20)).save(tmp_path / "tiny.png")
-    words = [Picture(name, "Fay", "MIT", tmp_path / name) for name in ("tiny.png", "word.png")]
-    build(tmp_path / "data", "land", lambda: land)
-    build(tmp_path / "data", "land", lambda: pytest.fail("built twice"))
-    build(tmp_path / "data", "words", lambda: words)
-
-    crops, latents = (np.load(tmp_path / "data" / f"land{end}.npy") for end in ("", "-latents"))
-    held_out = sum(map(is_held_out, land))
-    assert 0 < held_out < 12
-    assert f'"training": {2 * (12 - held_out)}' in (tmp_path / "data/land.json").read_text()
-    assert crops.shape == (24, 256, 256, 3)
-    assert latents.shape == (3 * 24, 8, 16, 16)
-    # A view decodes to the reduced crop, or to its mirror image.
-    pictures = np.stack([np.asarray(Image.fromarray(crop).resize((128, 128))) for crop in crops[:4]]) / 127.5 - 1
-    decoded = (
-        Small().decode(torch.from_numpy(latents[:12]).float()).permute(0, 2, 3, 1).numpy().reshape(4, 3, 128, 128, 3)
-    )
-    errors = [
-        [min(np.abs(each - a).mean(), np.abs(each[:, ::-1] - a).mean()) for each in views]
-        for a, views in zip(pictures, decoded, strict=True)
-    ]
-    assert np.max(errors) < 0.1
-    assert len(np.load(tmp_path / "data/words.npy")) == 1  # the tiny one is left out
-
-    write_table({"land": lambda: land, "words": lambda: words}, tmp_path / "table.csv")
-    assert (tmp_path / "table.csv").read_text().splitlines()[1:] == [
-        "land,photograph,CC0-1.0,6,author 0",
-        "land,photograph,CC0-1.0,6,author 1",
-        "words,drawing,MIT,2,Fay",
-    ]
-
-
 def test_each_round_of_renders_has_every_object_once() -> None:
     count = len(FACTORIES)
     first, second = ([factory_of(number) for number in range(start, start + count)] for start in (0, count))
@@ -138,66 +91,94 @@ def test_each_round_of_renders_has_every_object_once() -> None:
 
 
 @pytest.fixture
-def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with two sources of latents, the second of which is constant."""
-    (tmp_path / "data").mkdir()
-    for name, latents in (("first", default_rng(0).normal(size=(40, 8, 16, 16))), ("second", np.ones((10, 8, 16, 16)))):
-        np.save(tmp_path / f"data/{name}-latents.npy", latents.astype(np.float16))
-        (tmp_path / f"data/{name}.json").write_text(json.dumps({"training": len(latents) // 2 - 1, "views": 2}))
-    monkeypatch.setattr(starter, "ARMS", {"a": {"first": 1.0}, "b": {"first": 0.75, "second": 0.25}})
-    monkeypatch.setattr(
-        starter, "NETWORK", {"dim": 8, "dim_mults": (1, 2), "attention_sides": (), "blocks_per_level": 1}
-    )
-    monkeypatch.setattr(starter, "SAVE_EVERY", 2)
-    return tmp_path
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of two stored sources: gradients, and red squares on transparent ground."""
+    monkeypatch.setattr(starter_data, "HELD_OUT", 4)
+    (tmp_path / "pictures").mkdir()
+    pictures = []
+    for number in range(32):
+        file = tmp_path / "pictures" / f"{number}.png"
+        gradient(default_rng(number), 300).save(file)
+        pictures.append(Picture(file.name, f"author {number % 2}", "CC0-1.0", file))
+    square = Image.new("RGBA", (256, 256))
+    square.paste((255, 0, 0, 255), (64, 64, 192, 192))
+    square.save(tmp_path / "square.png")
+    Image.new("RGB", (200, 100)).save(tmp_path / "tiny.png")
+    words = [
+        Picture(f"{name} {n}", "Fay", "MIT", tmp_path / name) for name in ("tiny.png", "square.png") for n in (1, 2)
+    ]
+    store(tmp_path / "sources", "land", lambda: pictures)
+    store(tmp_path / "sources", "land", lambda: pytest.fail("stored twice"))
+    store(tmp_path / "sources", "words", lambda: words)
+    write_table({"land": lambda: pictures, "words": lambda: words}, tmp_path / "table.csv")
+    return tmp_path / "sources"
 
 
-def test_a_mixture_has_the_shares_of_its_sources(state: Path) -> None:
-    data = starter.Mixture(state / "data", starter.ARMS["b"])
-    second = [bool((data[index]["latents"] == 1).all()) for index in range(len(data))]
-    assert len(data) == 51  # 38 of the first, and a third as many of the second
-    assert sum(second) == 13
-    assert {row for name, row in data.rows if name == "first"} == set(range(38))  # without those that are held out
+def test_sources_are_stored_with_their_terms(sources: Path) -> None:
+    land, words = (pq.read_table(sources / f"{name}.parquet").to_pydict() for name in ("land", "words"))
+    assert (len(land["name"]), set(land["authors"])) == (32, {"author 0", "author 1"})
+    assert words["name"] == ["square.png 1", "square.png 2"]  # without the small ones
+    assert (sources.parent / "table.csv").read_text().splitlines()[1:] == [
+        "land,photograph,CC0-1.0,16,author 0",
+        "land,photograph,CC0-1.0,16,author 1",
+        "words,drawing,MIT,4,Fay",
+    ]
+
+
+def test_views_are_parts_of_the_pictures_that_are_not_held_out(sources: Path) -> None:
+    cpu = torch.device("cpu")
+    training, held_out = (Views(sources, {"land": 1.0}, cpu, held_out=each) for each in (False, True))
+    assert (len(training), len(held_out)) == (sum(not is_held_out(f"{n}.png") for n in range(32)), 32 - len(training))
+    assert 0 < len(held_out) < 32
+    images = training.read_batch(range(40))["images"]
+    assert images.shape == (40, 3, 128, 128)
+    # A part of a smooth picture is smooth, and has no border of other values.
+    assert all(images.float().diff(dim=dim).abs().max() < 24 for dim in (2, 3))
+    assert torch.equal(images, training.read_batch(range(40))["images"])
+    assert not torch.equal(images, training.read_batch(range(40, 80))["images"])
+
+
+def test_transparent_pictures_lie_on_other_views(sources: Path) -> None:
+    mixed = Views(sources, {"land": 0.5, "words": 0.5}, torch.device("cpu"))
+    images = mixed.read_batch(range(200))["images"].permute(0, 2, 3, 1).int()
+    red = ((images - torch.tensor([255, 0, 0])).abs() < 16).all(dim=-1)
+    shows = red.flatten(1).any(dim=1)
+    assert 70 < shows.sum() < 130
+    # What is not near a square is its ground: white, one colour, or a view of a gradient.
+    near = F.max_pool2d(red[:, None].float(), 9, stride=1, padding=4)[:, 0] > 0
+    grounds = [image[~mask] for image, mask in zip(images[shows], near[shows], strict=True)]
+    varies = [bool(each.float().std(dim=0).max() > 3) for each in grounds if len(each) > 1000]
+    assert 0.15 < sum(varies) / len(varies) < 0.6
+    assert any(bool((each == 255).all()) for each in grounds if len(each) > 1000)
 
 
 @pytest.mark.slow
-def test_an_arm_waits_resumes_and_is_measured(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flags = starter.Flags(state, "b", images=32 * 6)
-
-    naps = list[float]()
-
-    def nap(seconds: float) -> None:
-        naps.append(seconds)
-        (state / "PAUSE").unlink()
-
-    (state / "PAUSE").touch()
-    monkeypatch.setattr(time, "sleep", nap)
+def test_a_training_resumes_ends_in_time_and_becomes_a_starter(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(starter, "MIXTURE", {"land": 0.75, "words": 0.25})
+    monkeypatch.setattr(starter, "SCALED_VIEWS", 16)
+    monkeypatch.setattr(starter, "HELD_OUT_VIEWS", 16)
+    flags = starter.Flags(tmp_path, images=60, dim=8, dim_mults=(1, 2), batch_size=4)
     with monkeypatch.context() as patch:
-        original = starter.Progress.on_step
+        take = Stepper.take
 
-        def on_step(self: starter.Progress, trainer: Trainer) -> None:
-            original(self, trainer)
-            if trainer.state.step == 3:
+        def interrupted(self: Stepper, batches: Any) -> None:
+            if self.state.step == 3:
                 raise KeyboardInterrupt
+            take(self, batches)
 
-        patch.setattr(starter.Progress, "on_step", on_step)
+        patch.setattr(Stepper, "take", interrupted)
         with pytest.raises(KeyboardInterrupt):
             starter.train(flags)
-    progress = state / "arms/b-192/progress.json"
-    first = json.loads(progress.read_text())
-    assert naps == [2]
-    assert first["step"] == 2
-    assert 0 < first["seconds"] < 1000
-    progress.write_text(json.dumps({**first, "seconds": 1000.0}))
     starter.train(flags)
-    second = json.loads(progress.read_text())
-    assert (second["step"], second["images"]) == (6, 192)
-    assert second["seconds"] > 1000  # the time before the kill counts
     starter.measure(flags)
     figures = json.loads((flags.folder / "figures.json").read_text())
-    assert set(figures) == {"first", "second"}
-    assert figures["first"] > 0.5
+    assert set(figures) == {"land", "words"}
+    assert figures["land"] > 0.5
+    assert (flags.folder / "samples.png").exists()
 
-    monkeypatch.setattr(sys, "argv", ["make_starter.py", str(flags.folder / "run"), "--folder", str(state / "made")])
+    monkeypatch.setattr(sys, "argv", ["make_starter.py", str(flags.folder), "--folder", str(tmp_path / "made")])
     make_starter.main()
-    assert load_file(state / "made/step_00000006/model.safetensors")["conv_in.weight"].dtype == torch.float16
+    made = load_file(next((tmp_path / "made").glob("*/model.safetensors")))
+    assert {str(each.dtype) for each in made.values()} == {"torch.float16"}
