@@ -31,18 +31,11 @@ from rectified_flow.training.clock import Clock
 from studies.starter_views import VIEW, Views
 
 MIXTURE: Mapping[str, float] = {
-    "openclipart": 0.17,
-    "emoji": 0.1,
-    "drawn": 0.08,
-    "words": 0.02,
-    "plasma": 0.04,
-    "ukui": 0.02,
-    "gnome": 0.01,
-    "mate": 0.01,
-    "land": 0.2,
-    "things": 0.1,
-    "renders": 0.2,
-    "sprites": 0.05,
+    **{"openclipart": 0.15, "emoji": 0.1, "drawn": 0.07, "words": 0.02},
+    **{"plasma": 0.03, "ukui": 0.01, "gnome": 0.01, "mate": 0.01},
+    **{"land": 0.13, "things": 0.09, "budgie": 0.03, "kylin": 0.02, "samples": 0.01},
+    **{"terrain": 0.03, "walls": 0.03, "tracks": 0.02, "skies": 0.01, "plants": 0.04},
+    **{"renders": 0.15, "sprites": 0.04},
 }
 """Share of the views of each source."""
 BATCH, RATE, AVERAGED, WARMUP = 1024, 2e-3, 0.04, 50

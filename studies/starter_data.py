@@ -55,6 +55,14 @@ PLANS = {
     "things": Plan("photograph"),
     "words": Plan("drawing", 256),
     "sprites": Plan("render", 256),
+    "terrain": Plan("photograph"),
+    "skies": Plan("photograph"),
+    "plants": Plan("photograph", 256),
+    "walls": Plan("photograph"),
+    "tracks": Plan("photograph"),
+    "budgie": Plan("photograph", 1024),
+    "kylin": Plan("photograph", 1024),
+    "samples": Plan("photograph"),
     "renders": Plan("render", 128),
 }
 

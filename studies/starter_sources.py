@@ -1,15 +1,27 @@
-"""Pictures of Debian packages whose licences permit publishing weights made from them, with their authors.
+"""Pictures of packages whose licences permit publishing weights made from them, with their authors.
 
 The sources are read from packages that are unpacked into one folder:
 
     apt-get download endless-sky-data gcompris-qt-data ukui-wallpapers openclipart-png gnome-backgrounds \
-        mate-backgrounds plasma-workspace-wallpapers && for each in *.deb; do dpkg -x $each packages; done
+        mate-backgrounds plasma-workspace-wallpapers 0ad-data && for each in *.deb; do dpkg -x $each packages; done
+
+Those above are of Debian 12. These are of Debian's sid (in November 2026), in a folder of their own within the first:
+
+    apt-get download budgie-backgrounds redeclipse-data supertuxkart-data ukui-wallpapers \
+        && for each in *.deb; do dpkg -x $each packages/sid; done
+    for each in packages/sid/usr/share/backgrounds/budgie/*.jxl; do djxl $each ${each%.jxl}.png; done
+
+One is of PyPI, and is unpacked into packages/pypi/scikit-image:
+
+    pip download scikit-image==0.16.2 --no-deps --only-binary=:all: --python-version 3.7 --abi cp37m \
+        --platform manylinux1_x86_64 && unzip scikit_image-*.whl -d packages/pypi/scikit-image
 """
 
 import io
 import json
 import re
 import struct
+import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,13 +36,56 @@ from studies.autoencoder_data import draw
 
 Kind = Literal["photograph", "drawing", "emoji", "render"]
 KINDS: tuple[Kind, ...] = ("photograph", "drawing", "emoji", "render")
-FREE = re.compile(r"(public-domain|CC0-1\.0|CC-BY(-SA)?-\d\.\d)( and (CC0-1\.0|CC-BY-\d\.\d))*", re.IGNORECASE)
+FREE = re.compile(
+    r"(public-domain|CC0(-1\.0)?|CC-BY(-SA)?-\d\.\d\+?|Expat|MIT|zlib)( and (CC0-1\.0|CC-BY-\d\.\d))*", re.IGNORECASE
+)
 """Licences whose pictures are used: no GPL, no GFDL, no terms against commercial use or changes."""
 UNSURE = "unsplash"
 """Pictures that came from there are left out: its licence changed in June 2017, and their dates are not recorded."""
 DRAWN = 5_000
 SPRITES = 6
 """One in so many of the asteroids of endless-sky is used: they are frames of rotations."""
+LEAST = 128
+"""Smaller textures of games are left out [px]."""
+MAPS = re.compile(r"norm|spec|(^|[/_])ao([/_.]|$)|_n\.|grid|blend", re.IGNORECASE)
+"""Textures of 0ad that are no pictures."""
+WALLS = re.compile(
+    r"wicked/(?!.*(crystal|cloudlayer|glass|barrel)).*([^nsz]|highqualitybrick)\.jpg"
+    r"|jojo/(grass|sand|snow|redrock|debris)\d\d\.png"
+    r"|dziq/\w+(?<!_[bns])\.jpg"
+    r"|trak/trak4/(brick|concrete|plaster|rust|tile)\d[^_]*\.jpg"
+)
+"""Textures of Red Eclipse that show stone, earth, wood or walls, without the maps that go with them."""
+DRAWN_TEXTURES = re.compile(
+    r"_nm|glossy|normals|alpha|screenshot|sshot|ibl|sky|[Pp]ainting|sign|_tree|palmtree|sakura|lantern|konqi|stkBook|cow|antlers|egypt"
+    r"|astro_turf|backeffect|back-text|startFlag|cottage|city_asphalt|curbs|stadium|house|cannonBall|postTooth|xx-61"
+    r"|abyss|stk_enterprise|intro|fortmagma/(roof|track)|ravenbridge|black_forest/(s1|door|mossy|roadto|stktex|\w*Towel)|/garagedoor"
+)
+"""Textures of SuperTuxKart that are drawn, maps of normals and the like, or parts of one object."""
+UKUI = re.compile(
+    r"2004default|calla|city|desert|firstgeneration|fluent-color|focal-ubuntukylin|goldfish|rhythm|rollpaper|string"
+    r"|the-mouse"
+)
+"""Wallpapers of UKUI that are drawn. Other packages have theirs in the same folder."""
+BUDGIE = re.compile(r"(?!.*midnight|ocean-waves).*")
+"""Wallpapers of Budgie that are photographs."""
+KYLIN = re.compile(
+    r"bluebird|bridgecity2?|flamingos|horse|house|look|mountain(2|-range)?|sea|sky|snowy-mountains|still-life|sunf"
+)
+"""Wallpapers of UKUI that are photographs; version 20.04.4 brought them."""
+
+
+SAMPLES = (
+    ("astronaut.png", "NASA", "public-domain"),
+    ("hubble_deep_field.jpg", "NASA", "public-domain"),
+    ("rocket.jpg", "SpaceX", "public-domain"),
+    ("chelsea.png", "Stefan van der Walt", "CC0-1.0"),
+    ("coffee.png", "Rachel Michetti", "CC0-1.0"),
+    ("brick.png", "CC0Textures", "CC0-1.0"),
+    ("gravel.png", "CC0Textures", "CC0-1.0"),
+    ("grass.png", "linolafett", "CC0-1.0"),
+)
+"""Photographs of scikit-image, with their authors and licences as skimage/data/__init__.py states them."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +97,8 @@ class Picture:
     licence: str
     content: Path | bytes | int
     """Its file, its bytes, or the seed of a picture drawn by program."""
+    is_opaque: bool = False
+    """Whether its alpha says something else than what is transparent."""
 
     def open(self) -> Image.Image:
         """Return the picture as RGB, or as RGBA if it has transparent parts."""
@@ -50,7 +107,7 @@ class Picture:
 
             return draw(np.random.default_rng(self.content))
         image = Image.open(io.BytesIO(self.content) if isinstance(self.content, bytes) else self.content)
-        return image.convert("RGBA" if image.has_transparency_data else "RGB")
+        return image.convert("RGBA" if image.has_transparency_data and not self.is_opaque else "RGB")
 
 
 @dataclass(frozen=True)
@@ -183,6 +240,44 @@ def files_of(packages: Path, pattern: str, authors: str, licence: str, least: in
     return [Picture(each.name, authors, licence, each) for each in files if each.is_file()]
 
 
+def zero_ad(packages: Path, folder: str, is_opaque: bool) -> list[Picture]:
+    """Return the textures of a folder of 0ad, without small ones and maps of normals and the like."""
+    archive = zipfile.ZipFile(packages / "usr/share/games/0ad/mods/public/public.zip")
+    found = []
+    for name in sorted(archive.namelist()):
+        if name.startswith(f"art/textures/{folder}/") and name.endswith(".dds") and not MAPS.search(name):
+            content = archive.read(name)
+            if min(struct.unpack_from("<II", content, 12)) >= LEAST:  # height and width
+                found.append(Picture(name, "Wildfire Games", "CC-BY-SA-3.0", content, is_opaque))
+    return found
+
+
+def textures(packages: Path, game: str, pattern: str, wanted: Callable[[str], bool]) -> list[Picture]:
+    """Return free textures of a game, those whose names under ``data`` are wanted, and each once."""
+    root = packages / "usr/share/games" / game
+    terms = read_terms(packages / f"usr/share/doc/{game}-data/copyright")
+    found = dict[bytes, Picture]()
+    for file in sorted((root / "data").glob(pattern)):
+        name = str(file.relative_to(root))
+        known = terms_of(name, terms)
+        is_wanted = known and "??" not in known.authors and wanted(name.removeprefix("data/"))
+        if known and is_wanted and min(Image.open(file).size) >= LEAST:
+            found.setdefault(file.read_bytes(), Picture(name, known.authors, known.licence, file, is_opaque=True))
+    return list(found.values())
+
+
+def wallpapers_of(packages: Path, pattern: str, authors: str, licence: str, names: re.Pattern[str]) -> list[Picture]:
+    """Return the wallpapers of a pattern that have certain names, which all have the same terms."""
+    found = files_of(packages, pattern, authors, licence)
+    return [each for each in found if names.fullmatch(Path(each.name).stem)]
+
+
+def samples(packages: Path) -> list[Picture]:
+    """Return the photographs of scikit-image whose licences its functions state."""
+    folder = packages / "pypi/scikit-image/skimage/data"
+    return [Picture(name, authors, licence, folder / name) for name, authors, licence in SAMPLES]
+
+
 def emoji_of(folder: Path) -> list[Picture]:
     """Return the pictures of Fluent Emoji, a dataset in the layout of the hub."""
     rows = datasets.load_dataset(str(folder), split="train").cast_column("image", datasets.Image(decode=False))
@@ -205,6 +300,7 @@ def lines_of(folder: Path) -> list[str]:
 def open_sources(packages: Path, emoji: Path, renders: Path) -> Mapping[str, Callable[[], list[Picture]]]:
     """Return functions that list the pictures of each source."""
     gnome = ("Jakub Steiner", "CC-BY-SA-3.0")
+    sid = packages / "sid"
     return {
         "openclipart": lambda: files_of(
             packages, "openclipart/png/**/*.png", "named in the package beside each file", "public-domain"
@@ -217,7 +313,21 @@ def open_sources(packages: Path, emoji: Path, renders: Path) -> Mapping[str, Cal
         "land": lambda: endless_sky(packages, ("land", "scene")),
         "things": lambda: gcompris(packages, ("categorization", "explore_world_animals")),
         "words": lambda: gcompris(packages, ("lang",)),
-        "ukui": lambda: files_of(packages, "backgrounds/*.[jp][pn]g", "Ubuntu Kylin community", "CC-BY-SA-3.0"),
+        "ukui": lambda: wallpapers_of(
+            packages, "backgrounds/*.[jp][pn]g", "Ubuntu Kylin community", "CC-BY-SA-3.0", UKUI
+        ),
         "sprites": lambda: endless_sky(packages, ("ship", "outfit", "planet", "asteroid")),
+        "terrain": lambda: zero_ad(packages, "terrain/types", is_opaque=True),
+        "skies": lambda: zero_ad(packages, "skies", is_opaque=True),
+        "plants": lambda: zero_ad(packages, "skins/gaia", is_opaque=False),
+        "walls": lambda: textures(sid, "redeclipse", "**/*.[jp][pn]g", lambda name: WALLS.fullmatch(name) is not None),
+        "tracks": lambda: textures(
+            sid, "supertuxkart", "[lt]*/**/*.jpg", lambda name: DRAWN_TEXTURES.search(name) is None
+        ),
+        "budgie": lambda: wallpapers_of(
+            sid, "backgrounds/budgie/*.png", "Budgie Desktop Developers", "CC0-1.0", BUDGIE
+        ),
+        "kylin": lambda: wallpapers_of(sid, "backgrounds/*.jpg", "Ubuntu Kylin community", "CC-BY-SA-3.0", KYLIN),
+        "samples": lambda: samples(packages),
         "renders": lambda: renders_of(renders),
     }
