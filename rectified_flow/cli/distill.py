@@ -1,6 +1,6 @@
 """Distillation data: pairs of noise and data, or paths between them, which a trained flow generates."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -109,7 +109,6 @@ def open_distilled(
     space: Space,
     holdout: tuple[float, int],
     precision: str,
-    tick: Callable[[], None] = lambda: None,
 ) -> StoreDataset:
     """Return the data of a teacher; all processes generate the data first if they are missing.
 
@@ -119,7 +118,6 @@ def open_distilled(
         space: the space of the student, which stores the samples.
         holdout: share and seed of the pictures that are held out, whose sources and columns no sample has.
         precision: precision of the teacher's network: ``bf16``, or another one for float32.
-        tick: called before each batch of samples.
 
     Returns:
         A dataset whose items have data as the space stores them, and ``noise``, float16 of the shape of ``x``, or
@@ -143,12 +141,7 @@ def open_distilled(
         on_main(state, lambda: _check_recipe(recipe, distilled, is_missing=is_missing))
         if is_missing:
             generator = _Generator(recipe, earlier, distilled.kind, pictures, space, holdout)
-
-            def draw(numbers: Sequence[int]) -> dict[str, Tensor]:
-                tick()
-                return generator.rows(numbers)
-
-            fill(store, draw, generator.store_info, doing="drawing", batch_size=BATCH_SIZE)
+            fill(store, generator.rows, generator.store_info, doing="drawing", batch_size=BATCH_SIZE)
     return StoreDataset(store.path, pictures.described)
 
 

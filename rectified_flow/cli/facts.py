@@ -2,10 +2,12 @@
 
 import os
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from math import inf
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import torch
@@ -34,6 +36,7 @@ from rectified_flow.networks.network import Network, to_device
 from rectified_flow.parts import Choice, name_of
 from rectified_flow.registry import names
 from rectified_flow.runs import checkpoint
+from rectified_flow.runs.folder import CLOCK_FILE, prepare_folders
 from rectified_flow.runs.training_config import TrainingConfig
 from rectified_flow.spaces.space import Space
 from rectified_flow.system.machine import free_memory, memory
@@ -44,6 +47,7 @@ from rectified_flow.training.speed import Speed, measure_speed
 from rectified_flow.training.trainer import choose_precision
 
 SHORTEST_WARM_UPS = 4  # least length of a run by default, as a multiple of its warm-up; a guess
+RECORD_EVERY = 5.0  # seconds between two records of the used time while data are prepared
 DEFAULT_BUDGET = "1h"
 """Budget of runs on a folder of pictures and of runs with a teacher, unless a flag gives the length."""
 
@@ -65,6 +69,46 @@ def time_used(folder: Path, budget: float) -> float:
     if used:
         state.print(line("clock", f"{duration(used)} of the budget had been used before the run was killed"))
     return used
+
+
+@contextmanager
+def time_recorded(run: TrainingConfig, clock: Clock | None) -> Iterator[None]:
+    """Record the used time at intervals inside the block, in which data are prepared and the run may be killed.
+
+    After an error, a run that has no plan yet begins anew with all of its time.
+
+    Args:
+        run: the flags of the run.
+        clock: the time of the run, if it has a budget.
+    """
+    if clock is None or not PartialState().is_main_process:
+        yield
+        return
+    has_ended, has_plan = Event(), run.train_num_steps is not None
+
+    def write() -> None:
+        with suppress(OSError):  # a full or slow disk
+            prepare_folders(run)
+            clock.write(run.output_dir, run.train_num_steps or 0, durable=False)
+
+    def write_at_intervals() -> None:
+        while not has_ended.wait(RECORD_EVERY):
+            write()
+
+    if has_plan:  # without a plan, a preparation that is over soon leaves nothing behind
+        write()
+    thread = Thread(target=write_at_intervals, name="clock", daemon=True)
+    thread.start()
+    try:
+        try:
+            yield
+        finally:
+            has_ended.set()
+            thread.join()
+    except Exception:
+        if not has_plan:
+            (run.output_dir / CLOCK_FILE).unlink(missing_ok=True)
+        raise
 
 
 def resumed_clock(folder: Path, budget: float | None, given: Collection[str], began: float) -> Clock | None:

@@ -133,19 +133,20 @@ def train_run(settings: Settings[TrainConfig]) -> bool:
         space.medium.prepare(state.device)
         known = on_main(state, lambda: recorded_space(values.run)) if has_begun else None
 
-    opened = open_data(
-        data,
-        found,
-        values.data,
-        distilled,
-        split_is_given="holdout" in settings.given,
-        stops=values.evaluation.stop_when_memorising,
-        recorded=known,
-        stores=not program.dry_run,
-    )
-    if not has_begun:
-        columns = columns_of(values.columns, opened.conditions)
-        check_conditions(opened.items, columns, values.network, values.flow)
+    reading = None if budget is None or program.dry_run else Clock(budget, began=settings.began)
+    with facts.time_recorded(values.run, reading):
+        opened = open_data(
+            data,
+            found,
+            values.data,
+            distilled,
+            split_is_given="holdout" in settings.given,
+            stops=values.evaluation.stop_when_memorising,
+            recorded=known,
+            stores=not program.dry_run,
+        )
+        if not has_begun:
+            check_conditions(opened.items, columns_of(values.columns, opened.conditions), values.network, values.flow)
     clock = None
     if has_begun:
         time = asked if program.budget else None
@@ -210,13 +211,9 @@ def train_on(
             on_main(state, lambda: prepare_folders(run))
             on_main(state, lambda: write_config(run.output_dir, document))
         holdout = values.data.holdout, values.data.data_seed or 0
-
-        def tick() -> None:
-            """Record the elapsed time, so that it still counts if the run is killed while samples are generated."""
-            if clock is not None and state.is_main_process:
-                clock.write(run.output_dir, run.train_num_steps or 0, durable=False)
-
-        rows = open_distilled(distilled, data.items, data.space, holdout, choose_precision(run, state.device), tick)
+        precision = choose_precision(run, state.device)
+        with facts.time_recorded(run, clock):
+            rows = open_distilled(distilled, data.items, data.space, holdout, precision)
         data, words = replace(data, rows=rows), [f"{len(rows):,} {rows.info.source}"]
     callbacks = build_callbacks(run, values.evaluation, flow, data, words, pictures, choices)
     training, held_out = data.divide(data.rows)

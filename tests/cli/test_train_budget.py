@@ -5,9 +5,11 @@ import os
 import re
 import shutil
 import signal
+import time
 from contextlib import redirect_stdout, suppress
 from importlib import import_module
 from io import StringIO
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,14 +18,16 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from rectified_flow.cli import distill
+from rectified_flow.cli import distill, facts
 from rectified_flow.cli import train as train_module
 from rectified_flow.cli.settings import read_settings
 from rectified_flow.cli.train import train as run_training
 from rectified_flow.cli.training_flags import TrainConfig
+from rectified_flow.data import store_writer
 from rectified_flow.load import load_flow
 from rectified_flow.runs.folder import read_config
 from rectified_flow.system.signals import defer_signals, stop_on_signals
+from rectified_flow.system.terminal import duration
 from rectified_flow.training.clock import Clock
 from tests.programs import assert_refused, constant_speed
 from tests.ranks import run_on_ranks
@@ -96,6 +100,40 @@ def test_a_run_that_is_killed_before_its_first_checkpoint_has_the_rest_of_its_ti
     again = json.loads((tmp_path / "run/clock.json").read_text())
     assert again["used"] > 1.5
     assert again["asked"] == 4
+
+
+def train_slowly(words: str, clock: Path, ends: str) -> None:
+    """Train, but end at the first picture, once the clock is recorded: by a kill, or by an error."""
+
+    def decoded(*_: object) -> None:
+        while not clock.exists():
+            time.sleep(0.02)
+        if ends == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ValueError("a broken picture")
+
+    with patch.object(facts, "RECORD_EVERY", 0.05), patch.object(store_writer, "_decoded", decoded):
+        train(words, timed=True)
+
+
+@pytest.mark.parametrize("ends", ["killed", "failed"])
+def test_time_that_was_spent_on_reading_counts_after_a_kill(pictures: Path, tmp_path: Path, ends: str) -> None:
+    clock = tmp_path / "run/clock.json"
+    words = f"--dataset_path {pictures} --cache_dir {tmp_path}/cache {TINY} --output_dir {tmp_path}/run --budget 4s"
+    process = get_context("spawn").Process(target=train_slowly, args=(words, clock, ends))
+    process.start()
+    process.join(60)
+    process.kill()
+    if ends == "failed":
+        assert process.exitcode == 1
+        assert not clock.exists(), "a run that is started again after an error has all of its time"
+        return
+    assert process.exitcode == -signal.SIGKILL
+    used = json.loads(clock.read_text())["used"]
+    assert used > 0
+    [said] = run_on_ranks(1, printed, words, True)
+    assert f"clock       {duration(used)} of the budget had been used before the run was killed" in said
+    assert json.loads(clock.read_text())["used"] > used
 
 
 def test_the_recorded_flags_give_the_same_run(pictures: Path, tmp_path: Path) -> None:
