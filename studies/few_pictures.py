@@ -129,10 +129,7 @@ def measure(row: Row, count: int) -> Figures:
     evaluator = Evaluator(seen, FEATURES, held_out=unseen, medium=flow.space.medium, **how)
     ways: dict[str, dict[str, Any]] = {"16 calls": {"steps": 16}}
     if flow.space.medium.codec:
-        starter: RectifiedFlow = load_trained(row)
-        checkpoint.load_matching(starter.network, checkpoint.resolve(STARTERS / "small"))
-        guidance = Guidance(autoguidance=SCALE, earlier=starter.exact_velocity)
-        ways["guided by the starter"] = {"steps": 16, "guidance": guidance}
+        ways["guided by the starter"] = {"steps": 16, "guidance": away_from_starter(row)}
     figures = {}
     for name, options in ways.items():
         comparison = Comparison(evaluator, flow, options)
@@ -141,6 +138,13 @@ def measure(row: Row, count: int) -> Figures:
         write_picture(row.folder / f"{name}.png", to_grid(rows.flatten(0, 1), columns=rows.shape[1]))
         figures[name] = {short: float(numbers[long]) for short, long in NAMES.items() if long in numbers}
     return figures
+
+
+def away_from_starter(row: Row, scale: float = SCALE, interval: tuple[float, float] = (0.0, 1.0)) -> Guidance:
+    """Return the guidance of a trained row away from the starter at the times of an interval."""
+    starter: RectifiedFlow = load_trained(row)
+    checkpoint.load_matching(starter.network, checkpoint.resolve(STARTERS / "small"))
+    return Guidance(autoguidance=scale, interval=interval, earlier=starter.exact_velocity)
 
 
 NAMES = {

@@ -8,8 +8,9 @@ import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from studies.few_pictures import Setting, files_of, train_on_links
+from studies.few_pictures import Setting, away_from_starter, files_of, train_on_links
 from studies.harness import Case, Figures, Flags, Row, Study, run
 from studies.training import load_trained, measure_samples
 
@@ -27,6 +28,8 @@ SETTINGS: Mapping[str, Setting] = {
     "much noisier times": Setting("more training near noise", {"time_distribution": ("mean=0.5", "stratified=True")}),
     "wide times": Setting("more training near both ends", {"time_distribution": ("std=1.6", "stratified=True")}),
 }
+GUIDED = ((1.5, (0.0, 1.0)), (1.5, (0.2, 0.8)), (2.0, (0.2, 0.7)))
+"""Scales of the guidance away from the starter, and the times of each."""
 
 
 def train_setting(row: Row, setting: Setting) -> None:
@@ -36,8 +39,13 @@ def train_setting(row: Row, setting: Setting) -> None:
 
 
 def measure(row: Row) -> Figures:
-    """Return the figures of samples in 16 calls."""
-    return measure_samples(row, load_trained(row), {"16 calls": {"steps": 16}})
+    """Return the figures of samples in 16 calls; for the plan's settings, also of guided samples."""
+    flow, ways = load_trained(row), dict[str, dict[str, Any]]({"16 calls": {"steps": 16}})
+    if row.case == "planned" and flow.space.medium.codec:
+        for scale, interval in GUIDED:
+            guidance = away_from_starter(row, scale, interval)
+            ways[f"guided by {scale:g}, {interval[0]:g} to {interval[1]:g}"] = {"steps": 16, "guidance": guidance}
+    return measure_samples(row, flow, ways)
 
 
 STUDY = Study(
