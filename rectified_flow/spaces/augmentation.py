@@ -59,14 +59,15 @@ def augmented(
     )
     changes = (brightness / BRIGHTNESS, contrast / CONTRAST, hue.cos() - 1, hue.sin(), saturation / SATURATION)
 
-    flips = torch.diag_embed(torch.stack((1 - 2 * mirrored, 1 - 2 * inverted), dim=1))
-    stretched = _rotation(axis) @ torch.diag_embed(2 ** torch.stack((stretch, -stretch), dim=1)) @ _rotation(-axis)
-    linear = 2 ** scale[:, None, None] * _rotation(turn) @ stretched @ flips
-    whole = (scale == 0) & (turn == 0) & (stretch == 0) if has_missing else None
-    moved = _moved(x, linear, torch.stack((shift_x, shift_y), dim=1), whole)
-    x = _where_any(moves, moved.clamp(-1, 1) if colours else moved, x)
-    if colours:
-        x = _where_any(changes, _recoloured(x, brightness, contrast, hue, saturation), x)
+    with torch.autocast(device.type, enabled=False):  # in bf16, places of pixels would be rounded to half a pixel
+        flips = torch.diag_embed(torch.stack((1 - 2 * mirrored, 1 - 2 * inverted), dim=1))
+        stretched = _rotation(axis) @ torch.diag_embed(2 ** torch.stack((stretch, -stretch), dim=1)) @ _rotation(-axis)
+        linear = 2 ** scale[:, None, None] * _rotation(turn) @ stretched @ flips
+        whole = (scale == 0) & (turn == 0) & (stretch == 0) if has_missing else None
+        moved = _moved(x, linear, torch.stack((shift_x, shift_y), dim=1), whole)
+        x = _where_any(moves, moved.clamp(-1, 1) if colours else moved, x)
+        if colours:
+            x = _where_any(changes, _recoloured(x, brightness, contrast, hue, saturation), x)
     return x, torch.stack((*moves, *changes), dim=1)
 
 

@@ -92,6 +92,17 @@ def test_rows_that_are_not_changed_are_the_same_and_their_numbers_0() -> None:
     assert torch.isfinite(y).all()
 
 
+def test_autocast_changes_no_value() -> None:
+    """Training augments in the forward pass, which bf16 runs compute under autocast."""
+    x = X.repeat(16, 1, 1, 1)
+    variants = list[Tensor]()
+    for bf16 in (False, True):
+        with deterministic(BatchRows(0, 0, 64, slice(None))), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            variants += augmented(x, 0.9)
+    assert torch.equal(variants[0], variants[2])
+    assert torch.equal(variants[1], variants[3])
+
+
 @pytest.mark.slow
 def test_augmentation_does_not_leak() -> None:
     """Pictures with a bright left half, mirrored, turned and moved half of the time, are generated facing left."""
