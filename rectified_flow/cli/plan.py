@@ -342,7 +342,7 @@ def intervals(facts: Facts, step: float, rate: float, steps: int) -> dict[str, A
         rate: images per second of the training.
         steps: steps of the run.
     """
-    interval = min(PREVIEW_SECONDS, facts.seconds / 4)
+    interval = min(PREVIEW_SECONDS, facts.seconds / 4, steps * step / 4)  # a small set ends before the budget
     calls = PREVIEW_CALLS[facts.method] if facts.sample_steps is None else facts.sample_steps
     sample = calls * FORWARD_SHARE / rate  # time of a sample
     counts = PREVIEWS if facts.num_samples is None else (facts.num_samples,)

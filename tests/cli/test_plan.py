@@ -56,6 +56,10 @@ RUNS = {
         replace(HOUR, pictures=60_000, augment=0, processes=8, device="cuda", precisions=(None,)),
         Machine(4000 / 8**0.5, batch=0.5),
     ),
+    "few pictures on GPUs": (
+        replace(EMOJI, pictures=500, processes=8, device="cuda", precisions=(None,)),
+        Machine(9000),
+    ),
     "three processes": (replace(FLOWERS, processes=3), Machine(90)),
     "latents": (replace(EMOJI, sides=(16, 16), latents=True, augment=0), Machine(60)),
     "mean flow": (replace(FLOWERS, method="mean_flow", precisions=(None,)), Machine(20)),
@@ -85,6 +89,7 @@ def test_the_laws_of_a_plan(run: str, time: str) -> None:
     assert training >= 0.8 * (facts.seconds - 1.1 * drawing) or batch * (steps + 1) > most, "time is left"
     assert 1 <= settings["log_every"] <= 50
     assert 1 <= settings["save_every"] <= max(1, steps // 7)
+    assert 1 <= settings["sample_every"] <= 0.5 * steps, "no preview before the end"
     assert 10 <= settings["lr_warmup_steps"] <= max(10, steps // 50)
     assert 1 / (1 - settings["ema_decay"]) == pytest.approx(max(10, steps / 20), rel=0.05 + steps / 1e5)
 
