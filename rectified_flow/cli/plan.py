@@ -131,9 +131,10 @@ class Facts:
 
     @property
     def min_batch(self) -> int:
-        """The smallest global batch size that a plan chooses."""
+        """The smallest global batch size that a plan chooses; on small sets, more processes make no fewer steps."""
         on_cpu = MIN_BATCH_OF_LATENTS if self.latents else MIN_BATCH_OF_PATHS if self.method == "distill" else MIN_BATCH
-        return self.processes * (MIN_BATCH_OF_GPU if self.device == "cuda" else on_cpu)
+        least = MIN_BATCH_OF_GPU if self.device == "cuda" else on_cpu
+        return max(least, int(min(self.processes * least, self.limit / MIN_STEPS)) // self.processes * self.processes)
 
     @property
     def limit(self) -> float:

@@ -323,6 +323,15 @@ def test_any_number_of_processes_divides_the_batch(processes: int) -> None:
     assert made.settings["global_batch_size"] % processes == 0
 
 
+@pytest.mark.parametrize("processes", [2, 3, 8])
+@pytest.mark.parametrize(("pictures", "latents"), [(30, True), (64, False), (500, False)])
+def test_more_processes_give_a_small_set_about_as_many_steps(processes: int, pictures: int, latents: bool) -> None:
+    """Its number of images is limited, so that larger batches are fewer steps."""
+    facts = replace(EMOJI, pictures=pictures, latents=latents, device="cuda", precisions=(None,))
+    one, more = (plan(replace(facts, processes=each), Machine(9000)).settings for each in (1, processes))
+    assert more["train_num_steps"] >= 0.9 * one["train_num_steps"]
+
+
 def test_flags_are_never_changed() -> None:
     everything = frozenset(plan(EMOJI, Machine(33)).settings)
     assert plan(replace(EMOJI, fixed=everything, batch=24, why_network="set by flags"), Machine(33)).settings == {}
