@@ -56,10 +56,17 @@ class LogitNormal(TimeDistribution):
     @override
     def draw(self, count: int, device: torch.device, purpose: str = "time") -> Tensor:
         if self.stratified:
-            z = torch.special.ndtri(randomness.strata(purpose, count, device))
+            z = _normal_quantiles(randomness.strata(purpose, count, device))
         else:
             z = randomness.randn(purpose, (count,), device)
         return torch.sigmoid(z * self.std + self.mean + log(self.shift))
+
+
+def _normal_quantiles(u: Tensor) -> Tensor:
+    try:
+        return torch.special.ndtri(u)
+    except NotImplementedError:  # MPS has no kernel of it
+        return 2**0.5 * torch.erfinv(2 * u - 1)
 
 
 @register

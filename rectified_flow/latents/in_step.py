@@ -112,7 +112,7 @@ class PicturesInStep(EncodedPictures):
         chosen = range(0, len(dataset), ceil(len(dataset) / MEASURED))
         for first in range(0, len(chosen), AT_ONCE):
             images = dataset.read_batch(chosen[first : first + AT_ONCE])[self.space.key]
-            latents = self.space.latents_of(images.to(PartialState().device))[:, 0, 0].double()
-            sums = sums + torch.stack([(latents**power).mean(dim=(2, 3)).sum(dim=0) for power in (1, 2)]).cpu()
+            latents = self.space.latents_of(images.to(PartialState().device))[:, 0, 0].cpu().double()  # not on MPS
+            sums = sums + torch.stack([(latents**power).mean(dim=(2, 3)).sum(dim=0) for power in (1, 2)])
         mean, square = (sums / len(chosen)).tolist()
         return scales_of(mean, square)

@@ -246,6 +246,19 @@ def test_u_shaped_quantiles(steepness: float) -> None:
     assert 1 >= times.max() > 1 - 1e-3
 
 
+def test_stratified_times_do_not_need_the_kernel_that_mps_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = LogitNormal(stratified=True).draw
+    with deterministic(BatchRows(0, 0, 999, slice(None))):
+        expected = draw(999, torch.device("cpu"))
+
+    def lacking(_: Tensor) -> Tensor:
+        raise NotImplementedError("The operator 'aten::special_ndtri' is not currently implemented for the MPS device")
+
+    monkeypatch.setattr(torch.special, "ndtri", lacking)
+    with deterministic(BatchRows(0, 0, 999, slice(None))):
+        torch.testing.assert_close(draw(999, torch.device("cpu")), expected, rtol=1e-4, atol=0)
+
+
 def test_stratified_times_are_one_in_each_range_on_any_number_of_ranks() -> None:
     """Each range between the quantiles i / b and (i + 1) / b has the time of one row of the global batch."""
     distribution, plain = LogitNormal(-0.5, 1.2, stratified=True), LogitNormal(-0.5, 1.2)
