@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
@@ -56,7 +57,22 @@ def join_processes() -> PartialState:
     state = PartialState(cpu=cpu)
     if (seen := state.num_processes) != world_size:
         raise UsageError(f"Accelerate has found {seen} of {world_size} processes: start them with torchrun")
+    if state.device.type == "cuda":
+        _check_kernels(state.device)
     return state
+
+
+def _check_kernels(gpu: torch.device) -> None:
+    """Raise a UsageError if the installed torch has no kernels for a GPU, on which any operation would fail."""
+    names = torch.cuda.get_arch_list() if torch.version.cuda else []  # ROCm names its kernels differently
+    capability = torch.cuda.get_device_capability(gpu)
+    kinds = [(name.partition("_")[0], divmod(int(re.sub(r"\D", "", name)), 10)) for name in names]
+    # Machine code runs on GPUs of the same major version, and intermediate code ("compute") on all later ones.
+    runs = (v <= capability and (kind == "compute" or v[0] == capability[0]) for kind, v in kinds)
+    if kinds and not any(runs):
+        lacks = f"the installed torch {torch.__version__} has no kernels for the {torch.cuda.get_device_name(gpu)}"
+        remedy = "install a version that has (pytorch.org/get-started), or set ACCELERATE_USE_CPU=true"
+        raise UsageError(f"{lacks} (sm_{capability[0]}{capability[1]}): {remedy}")
 
 
 def check_equal(state: Accelerator | PartialState, facts: Callable[[], Mapping[str, object]]) -> None:
