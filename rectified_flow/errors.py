@@ -30,6 +30,15 @@ def quoted(argument: str) -> str:
     return f"`{name}`{space}{value}"
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an allocation failed, in torch or in a library of the device, on the device or on the CPU."""
+    # Classes are compared by name, since torch may not be imported, and it has none for a full CPU memory.
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    words = ("out of memory", "can't allocate memory", "ALLOC_FAILED", "ALLOCATION_FAILED")
+    is_told = "RuntimeError" in kinds and any(each in str(error) for each in words)
+    return bool(kinds & {"MemoryError", "OutOfMemoryError"}) or is_told
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an error message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -128,8 +128,14 @@ def resumed_clock(folder: Path, budget: float | None, given: Collection[str], be
 
 
 def least_memory() -> float:
-    """Return the least free memory of a process [bytes]; no limit on a GPU, where an allocation fails. Collective."""
-    return min(gather_object([free_memory()])) if PartialState().device.type == "cpu" else inf
+    """Return the least free memory of a process [bytes], on its device; no limit if it is unknown. Collective."""
+    device, free = PartialState().device, inf
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what torch keeps for itself is free, too
+        free = torch.cuda.mem_get_info(device)[0]
+    elif device.type == "cpu":
+        free = free_memory()
+    return min(gather_object([free]))
 
 
 def precisions(
@@ -179,8 +185,9 @@ def training_speed(flow: Flow, run: TrainingConfig, path_points: int) -> Speed:
     speed = measure_speed(flow, optimizer, count, path_points, lambda: autocast(precision, state.device))
     speeds: list[Speed] = gather_object([speed])
     slowest, processes = min(speeds), state.num_processes
-    memory = max(each.memory for each in speeds)
-    return Speed(processes * slowest.rate, memory, processes * slowest.slowest, processes * slowest.fastest)
+    rate, _, low, high, _ = slowest
+    memory, at_once = max(each.memory for each in speeds), min(each.at_once for each in speeds)
+    return Speed(processes * rate, memory, processes * low, processes * high, at_once)
 
 
 def short_warm_up(run: TrainingConfig, items: int, given: Collection[str]) -> dict[str, int]:
@@ -198,7 +205,8 @@ def print_speed(run: TrainingConfig, speed: Speed, items: int) -> None:
     """Print the time and the memory of a run without a plan, with this number of items in an epoch."""
     state = PartialState()
     batch = run.split_batch(state.num_processes)
-    if speed.rate == 0 or (state.device.type == "cpu" and speed.memory > memory()):
+    is_full = speed.rate == 0 or speed.at_once < batch.per_process
+    if is_full or (state.device.type == "cpu" and speed.memory > memory()):
         needed = f"a step of {batch.per_process:,} images does not fit into the memory ({speed.memory / 1e9:,.1f} GB)"
         remedy = "lower --batch_size (--gradient_accumulation_steps makes up for it), --image_size or --dim"
         raise UsageError(f"{needed}: {remedy}")

@@ -73,7 +73,9 @@ MAX_EMA_DECAY = 0.99999  # 1 would keep the initial weights
 TRAINED_SHARE = 0.9  # of the time, for steps; the rest is for previews and checkpoints (budget.md)
 SAMPLES_SHARE = {"distill": 1 / 4, "reflow": 1 / 3}  # of the time, at most, for the data of a teacher (budget.md)
 FORWARD_SHARE = 0.35  # of a training step (benchmarks/step_parts.py of commit 2f9616d)
-MEMORY_SHARE = 0.8  # of the free memory, for a step; the rest is for libraries, previews and copies for checkpoints
+# Of the free memory of a CPU and of a GPU, for a step. The rest is for libraries, previews and, on a CPU, copies for
+# checkpoints. On a GPU, steps of the batch itself are measured
+MEMORY_SHARE = {"cpu": 0.8, "cuda": 0.95}
 PREVIEW_SECONDS, PREVIEW_SHARE, LOG_SECONDS = 120.0, 0.05, 5.0  # between previews; their share; between log lines
 PREVIEWS = (64, 36, 16, 9, 4)  # samples in a preview
 PREVIEW_CALLS: dict[Method, int] = {"rectified": 16, "reflow": 16, "mean_flow": 1, "distill": 1}  # for each sample
@@ -384,7 +386,8 @@ def _micro_batches(facts: Facts, trial: Trial, speed: Speed) -> int:
     """Return the least number of parts of the batch with which a step fits into the memory; 0 if none does."""
     most = 1 if facts.batch else trial.batch // facts.processes
     fitting = (each for each in range(1, most + 1) if trial.batch % (each * facts.processes) == 0)
-    room = MEMORY_SHARE * facts.memory
+    fitting = (each for each in fitting if trial.batch <= each * facts.processes * speed.at_once)
+    room = MEMORY_SHARE.get(facts.device, 1.0) * facts.memory
     return next((each for each in fitting if speed.rate > 0 and speed.memory / each <= room), 0)
 
 

@@ -18,7 +18,7 @@ from pkgutil import resolve_name
 from threading import Timer
 from typing import Any
 
-from rectified_flow.errors import RunError, UsageError, first_line
+from rectified_flow.errors import RunError, UsageError, first_line, is_out_of_memory
 from rectified_flow.system.signals import STOPPED, handling_signals, stop_on_signals
 from rectified_flow.system.terminal import prepare_streams, shown, spelling_arguments
 
@@ -121,10 +121,10 @@ def _describe(error: Exception) -> str:
         return f"{_program()}: {error}"
     group = _group()
     rank = "" if group is None else f"rank {group.get_rank()}: "
-    # Classes are compared by name, since torch may not be imported. For a full CPU memory, torch has no class.
-    kinds = {kind.__name__ for kind in type(error).__mro__}
-    if kinds & {"MemoryError", "OutOfMemoryError"} or "can't allocate memory" in str(error):
+    if is_out_of_memory(error):
         return f"{rank}out of memory ({first_line(error)}): lower --batch_size, or end other programs that use it"
+    # Classes are compared by name, since torch may not be imported.
+    kinds = {kind.__name__ for kind in type(error).__mro__}
     if "DistError" in kinds or ("RuntimeError" in kinds and "gloo" in str(error)):
         return f"{rank}lost the connection to another process, which ended or hangs ({first_line(error)})"
     if any(words in str(error) for words in NO_COMPILER):

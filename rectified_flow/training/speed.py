@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils import clip_grad_norm_
 
 from rectified_flow.condition import chosen
+from rectified_flow.errors import is_out_of_memory
 from rectified_flow.flows.flow import SOURCE, Flow
 from rectified_flow.randomness import BatchRows, deterministic
 from rectified_flow.runs.folder import precision_name
@@ -34,13 +35,15 @@ class Speed(NamedTuple):
     """The speed of a training and the memory that it needs."""
 
     rate: float
-    """Images per second; 0 if the training does not fit into the memory of a GPU."""
+    """Images per second; 0 if a step of a single image does not fit into the memory."""
     memory: float = 0.0
     """Memory of each process [bytes]."""
     slowest: float = 0.0
     """Images per second of the slowest measured step; 0 if it is unknown."""
     fastest: float = 0.0
     """Images per second of the fastest measured step; 0 if it is unknown."""
+    at_once: float = inf
+    """The largest number of images of a process that fit, if a step with more of them ran out of memory."""
 
     def __str__(self) -> str:
         span = f" ({_number(self.slowest)} to {_number(self.fastest)})" if self.fastest else ""
@@ -66,7 +69,7 @@ def measure_speed(
 
     On a CPU, the steps are made on fewer and smaller images, and both figures are scaled by the number of pixels: time
     and memory of a convolution are in proportion to it, and a full memory would end the program. On a GPU, the speed
-    depends on the size of the batch.
+    depends on the size of the batch. A batch that exceeds the memory is halved until it fits, and scaled, too.
     """
     device, sides = flow.device, list((flow.space.shape or (0,))[1:])
     rows, small = count, sides
@@ -75,6 +78,29 @@ def measure_speed(
         while 2 * prod(small) > PIXELS and not any(side % divisor for side in small):
             small = [side // 2 for side in small]
         rows = min(count, max(2, PIXELS // prod(small)))
+    at_once = inf
+    while rows:
+        try:
+            return _time_steps(flow, build, count, points, autocast, rows, small)._replace(at_once=at_once)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        rows = at_once = rows // 2
+        torch.cuda.empty_cache()  # cuBLAS and cuDNN allocate beside torch
+    return Speed(0.0, inf)
+
+
+def _time_steps(
+    flow: Flow,
+    build: BuildOptimizer,
+    count: int,
+    points: int,
+    autocast: Callable[[], AbstractContextManager[object]],
+    rows: int,
+    small: list[int],
+) -> Speed:
+    """Measure steps on ``rows`` images of the sides ``small``, and scale the figures to ``count`` whole images."""
+    device, sides = flow.device, list((flow.space.shape or (0,))[1:])
     scale = count * prod(sides) / (rows * prod(small))
     batch = {name: torch.cat([value] * rows) for name, value in blank_item(flow, points, small).items()}
     parameters = trained_parameters(flow)
@@ -100,16 +126,13 @@ def measure_speed(
         return scale * (computed - began) + _now() - computed
 
     with deterministic(BatchRows(0, 0, rows, slice(None)), device):
-        try:
-            began = time.perf_counter()
-            with saved_tensors_hooks(keep, lambda value: value):
-                step()  # not measured, since it allocates memory
-            now, times = time.perf_counter(), list[float]()
-            deadline, least = now + MAX_SECONDS, 1 if now - began > SLOW_STEP else MIN_STEPS
-            while len(times) < least or (len(times) < MAX_STEPS and time.perf_counter() < deadline):
-                times.append(step())
-        except torch.OutOfMemoryError:
-            return Speed(0.0, inf)
+        began = time.perf_counter()
+        with saved_tensors_hooks(keep, lambda value: value):
+            step()  # not measured, since it allocates memory
+        now, times = time.perf_counter(), list[float]()
+        deadline, least = now + MAX_SECONDS, 1 if now - began > SLOW_STEP else MIN_STEPS
+        while len(times) < least or (len(times) < MAX_STEPS and time.perf_counter() < deadline):
+            times.append(step())
     state = BYTES_PER_WEIGHT * sum(p.numel() for p in flow.parameters())
     memory = state + scale * sum(kept.values())
     return Speed(count / median(times), memory, slowest=count / max(times), fastest=count / min(times))

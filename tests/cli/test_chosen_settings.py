@@ -2,10 +2,13 @@
 
 import time
 from dataclasses import replace
+from math import inf
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
+import torch
 from accelerate import PartialState
 from PIL import Image
 
@@ -285,6 +288,22 @@ def test_a_given_dropout_is_kept() -> None:
     assert chosen(800)["dropout"] == 0.0
     flags = chosen(800, "--dropout 0.3 --budget 1h")
     assert (flags["dropout"], flags["dim"]) == (0.3, chosen(800, "--budget 1h")["dim"])
+
+
+def test_the_room_is_the_free_memory_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (7_000, 8_000))
+    monkeypatch.setattr(facts, "free_memory", lambda: 90_000.0)
+    for kind, room in (("cuda", 7_000), ("cpu", 90_000), ("mps", inf)):
+        monkeypatch.setattr(facts, "PartialState", lambda kind=kind: SimpleNamespace(device=torch.device(kind)))
+        assert facts.least_memory() == room
+
+
+def test_a_batch_that_ran_out_of_memory_is_refused_without_a_plan() -> None:
+    """Its flags give the batch, which the program does not split."""
+    run = read_settings(TrainConfig, "", ["--batch_size", "16"]).values.run
+    facts.print_speed(run, Speed(10.0, 1e9, at_once=16), 100)
+    with pytest.raises(UsageError, match=r"a step of 16 images does not fit into the memory \(1.0 GB\): lower"):
+        facts.print_speed(run, Speed(10.0, 1e9, at_once=8), 100)
 
 
 def test_stratified_times_are_not_chosen_for_other_flows_or_times() -> None:

@@ -219,11 +219,18 @@ def test_bf16_is_chosen_where_it_is_faster(gain: float, facts: Facts, precision:
 )
 def test_a_step_that_does_not_fit_into_the_memory_is_split(memory: float, dim: int, part: int | None) -> None:
     """An image on the machine of this test needs as much memory as the network has channels."""
-    made = plan(replace(HOUR, memory=memory / MEMORY_SHARE, precisions=(None,)), Machine(100, batch=0, memory=1))
+    made = plan(replace(HOUR, memory=memory / MEMORY_SHARE["cpu"], precisions=(None,)), Machine(100, batch=0, memory=1))
     settings = made.settings
     assert (settings["dim"], settings.get("batch_size")) == (dim, part)
     assert ("a step with the width 48 does not fit into the memory" in made.reasons["network"]) == (dim == 32)
     assert (f"a step trains on {part} at once" in made.reasons["length"]) == (part is not None)
+
+
+@pytest.mark.parametrize(("at_once", "part"), [(inf, None), (24, 16), (12, 8), (1, 1)])
+def test_a_batch_that_ran_out_of_memory_is_split(at_once: float, part: int | None) -> None:
+    facts = replace(HOUR, device="cuda", memory=8e9, precisions=(None,))
+    made = plan(facts, lambda trial: Speed(10.0, 1e8 * trial.batch, at_once=at_once)).settings
+    assert (made["global_batch_size"], made.get("batch_size")) == (32, part)
 
 
 def test_a_step_that_does_not_fit_in_parts_is_refused() -> None:

@@ -84,7 +84,8 @@ def test_processes_share_the_processors(
 def test_a_full_memory_is_a_sentence() -> None:
     with pytest.raises(RuntimeError) as full:
         torch.empty(2**50)
-    for error in (full.value, MemoryError(), torch.OutOfMemoryError("CUDA out of memory")):
+    library = RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+    for error in (full.value, MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), library):
         assert re.fullmatch(r"out of memory \(.*\): lower --batch_size, or end .*", launch._describe(error))
 
 

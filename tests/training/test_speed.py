@@ -106,6 +106,30 @@ def test_a_network_gets_its_conditions() -> None:
     assert measured(flow, 2).rate > 0
 
 
+@pytest.mark.parametrize(
+    "sentence", ["CUDA out of memory. Tried to", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"]
+)
+def test_a_batch_that_exceeds_the_memory_is_halved(sentence: str) -> None:
+    class Small(RectifiedFlow):
+        def forward(self, **batch: Any) -> torch.Tensor:
+            if len(batch["images"]) > 4:
+                raise RuntimeError(sentence)
+            return super().forward(**batch)
+
+    found = measured(flow_of(8, Small), 24)
+    assert (found.at_once, found.rate > 0) == (3, True)
+    assert found.memory == pytest.approx(measured(flow_of(8), 24).memory, rel=0.01)
+
+
+def test_other_errors_of_a_step_are_not_hidden() -> None:
+    class Broken(RectifiedFlow):
+        def forward(self, *_: Any, **__: Any) -> torch.Tensor:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with pytest.raises(RuntimeError, match="illegal"):
+        measured(flow_of(8, Broken), 2)
+
+
 def test_a_full_memory_has_no_speed() -> None:
     class Full(RectifiedFlow):
         def forward(self, *_: Any, **__: Any) -> torch.Tensor:
