@@ -124,6 +124,8 @@ class GroupNorm(nn.Module):
             weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
             if tangent is None:
                 return F.group_norm(value, self.groups, weight, bias, self.eps)
+            if value.is_cuda:  # torch before pytorch/pytorch#186414 (June 2026) refuses other layouts there
+                value, tangent = value.contiguous(), tangent.contiguous()
             batch, channels, *sides = value.shape
             size = batch, channels, math.prod(sides), self.groups
             result, mean, spread = torch.ops.aten.native_group_norm(value, weight, bias, *size, self.eps)

@@ -1,12 +1,14 @@
 """Tests of layers with custom derivatives against the derivatives of PyTorch, also compiled for a GPU."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import jvp
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from rectified_flow.condition import Labels
@@ -138,6 +140,28 @@ def test_a_norm_is_accurate_where_the_mean_is_large() -> None:
     [plain], [other] = in_both_forms(lambda: [GroupNorm(64)(x)])
     for found in (plain, other):
         assert (found - exact).norm() < 2e-3 * exact.norm()
+
+
+@FORMATS
+def test_group_norm_of_a_gpu_gets_contiguous_values_and_tangents(
+    order: torch.memory_format, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layouts = list[bool]()
+
+    class Layouts(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if "native_group_norm" in str(func):
+                tensors = [each for each in args[:2] if isinstance(each, Tensor) and each.ndim == 4]
+                layouts.extend(each.is_contiguous() for each in tensors)
+            return func(*args, **(kwargs or {}))
+
+    norm, (x, direction) = pair("norm")[0], inputs(order)
+    expected = jvp(norm, (x,), (direction,))
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    with Layouts():
+        found = jvp(norm, (x,), (direction,))
+    assert layouts == [True] * 3
+    torch.testing.assert_close(found, expected)
 
 
 def test_it_is_for_compiled_code_on_a_gpu_only() -> None:
