@@ -69,7 +69,7 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     return total @ matrices
 
 
-@register(role="optimizer", needs=("lr",))
+@register(role="optimizer", needs=("lr", "fused"))
 def muon(
     parameters: NamedParameters,
     *,
@@ -78,6 +78,7 @@ def muon(
     weight_decay: float = 0.0,
     momentum: float = 0.95,
     update_size: float = 0.4,
+    fused: bool = False,
 ) -> torch.optim.Optimizer:
     """Build :class:`Muon` for matrices and filters, and AdamW for the other parameters, as one optimizer.
 
@@ -90,7 +91,9 @@ def muon(
         {"params": by_kind[True], "momentum": momentum, "update_size": update_size},
         {"params": by_kind[False], "betas": betas},
     ]
-    return Muon([group for group in groups if group["params"]], lr=lr, weight_decay=weight_decay)
+    # A processor does not wait for itself, and the kernels that are not fused keep the rounding of earlier runs.
+    fused = fused and all(parameter.is_cuda for group in groups for parameter in group["params"])
+    return Muon([group for group in groups if group["params"]], lr=lr, weight_decay=weight_decay, fused=fused)
 
 
 def _is_matrix(name: str, parameter: Tensor) -> bool:
@@ -111,12 +114,16 @@ class Muon(torch.optim.Optimizer):
             with its own arguments.
         lr: learning rate of all groups.
         weight_decay: decoupled weight decay of all groups.
+        fused: update the other parameters by one kernel, and skip the steps that ``found_inf`` marks, without a wait.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], *, lr: float, weight_decay: float) -> None:
-        defaults = {"lr": lr, "weight_decay": weight_decay}
+    found_inf: Tensor | None = None
+    """Float on the device: with 1, a step of a fused optimizer changes nothing, whatever the gradient is."""
+
+    def __init__(self, groups: list[dict[str, Any]], *, lr: float, weight_decay: float, fused: bool = False) -> None:
+        defaults = {"lr": lr, "weight_decay": weight_decay, "fused": fused}
         others = [group for group in groups if "momentum" not in group]
-        self._adamw = torch.optim.AdamW(others, lr=lr, weight_decay=weight_decay) if others else None
+        self._adamw = torch.optim.AdamW(others, lr=lr, weight_decay=weight_decay, fused=fused) if others else None
         super().__init__([group | defaults for group in groups], defaults)
 
     @torch.no_grad()
@@ -132,28 +139,37 @@ class Muon(torch.optim.Optimizer):
             for known, group in zip(self._adamw.param_groups, others, strict=True):
                 known.update(group)
             self._adamw.state = self.state  # one state for all parameters, which is saved and restored as one
+            self._adamw.found_inf = self.found_inf  # type: ignore[attr-defined]
             self._adamw.step()
         return loss
 
     def _step_matrices(self, group: dict[str, Any]) -> None:
+        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+        if not parameters:
+            return
+        for parameter in parameters:
+            if not self.state[parameter]:
+                self.state[parameter]["momentum"] = torch.zeros_like(parameter)
+        averages = [self.state[parameter]["momentum"] for parameter in parameters]
+        gradients = [parameter.grad for parameter in parameters]
+        is_bad = None if self.found_inf is None else self.found_inf > 0
+        if is_bad is not None:  # a gradient that equals its average does not change it
+            gradients = [torch.where(is_bad, *pair) for pair in zip(averages, gradients, strict=True)]
+        torch._foreach_lerp_(averages, gradients, 1 - group["momentum"])
+        # Nesterov's momentum: interpolate between the gradient and its average once more.
+        updates = torch._foreach_lerp(gradients, averages, group["momentum"])
         by_shape: defaultdict[tuple[int, ...], list[tuple[nn.Parameter, Tensor]]] = defaultdict(list)
-        for parameter in group["params"]:
-            if parameter.grad is None:
-                continue
-            state, gradient = self.state[parameter], parameter.grad
-            if not state:
-                state["momentum"] = torch.zeros_like(parameter)
-            average = state["momentum"].lerp_(gradient, 1 - group["momentum"])
-            # Nesterov's momentum: interpolate between the gradient and its average once more.
-            update = gradient.lerp(average, group["momentum"]).flatten(1)
-            by_shape[tuple(update.shape)].append((parameter, update))
+        for parameter, update in zip(parameters, updates, strict=True):
+            by_shape[tuple(update.flatten(1).shape)].append((parameter, update.flatten(1)))
+        decay = group["lr"] * group["weight_decay"]
+        torch._foreach_mul_(parameters, 1 - decay if is_bad is None else 1 - decay * ~is_bad)
         for shape, pairs in by_shape.items():  # equal shapes are updated together, which takes fewer operations
-            updates = orthogonalize(torch.stack([update for _, update in pairs]))
+            changes = orthogonalize(torch.stack([update for _, update in pairs]))
+            changes = changes if is_bad is None else changes.masked_fill(is_bad, 0)
             # A matrix with orthonormal rows has a root mean square of columns**-0.5.
             size = group["update_size"] * max(shape) ** 0.5
-            for (parameter, _), update in zip(pairs, updates, strict=True):
-                parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                parameter.add_(update.view(parameter.shape), alpha=-group["lr"] * size)
+            shaped = [change.view(parameter.shape) for (parameter, _), change in zip(pairs, changes, strict=True)]
+            torch._foreach_add_([parameter for parameter, _ in pairs], shaped, alpha=-group["lr"] * size)
 
 
 def find_optimizer(config: TrainingConfig, *, fused: bool) -> BuildOptimizer:

@@ -20,6 +20,7 @@ from rectified_flow.runs import checkpoint
 from rectified_flow.runs.training_config import TrainingConfig
 from rectified_flow.training.optimizers import (
     BuildOptimizer,
+    Muon,
     NamedParameters,
     build_schedule,
     find_optimizer,
@@ -208,6 +209,39 @@ def test_muon_updates_matrices_by_a_fixed_size_and_the_rest_as_adamw() -> None:
     for name in ("conv.bias", "embedding.weight"):
         assert torch.equal(ours[name], theirs[name])
     assert not torch.equal(ours["conv.weight"], theirs["conv.weight"])
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_muon_of_a_gpu_skips_bad_gradients_by_itself(decay: float) -> None:
+    """Fused, as on a GPU, it takes the same good steps as without, and a bad one, the first or a later one, is none."""
+    torch.manual_seed(0)
+    shapes = {"conv.weight": (16, 8, 3, 3), "other.weight": (16, 72), "small.weight": (9, 30), "conv.bias": (16,)}
+    values = {name: torch.randn(shape) for name, shape in shapes.items()}
+    plain, fused = ({name: nn.Parameter(value.clone()) for name, value in values.items()} for _ in range(2))
+    reference, other = (muon(each.items(), lr=0.01, weight_decay=decay) for each in (plain, fused))
+    groups = [group | {"fused": True} for group in other.param_groups]
+    optimizer = Muon(groups, lr=0.01, weight_decay=decay, fused=True)
+
+    def state() -> list[Tensor]:
+        moments = [value for parameter in fused.values() for value in optimizer.state[parameter].values()]
+        return [each.detach().clone() for each in (*fused.values(), *moments)]
+
+    for bad in (torch.nan, None, torch.inf, torch.nan, None):
+        before = state()
+        for name, parameter in fused.items():
+            gradient = torch.randn(shapes[name])
+            parameter.grad, plain[name].grad = gradient * (bad or 1), gradient
+        optimizer.found_inf = torch.tensor(float(bad is not None))
+        optimizer.step()
+        if bad is None:
+            reference.step()
+            for name, parameter in fused.items():
+                torch.testing.assert_close(parameter, plain[name], rtol=0, atol=1e-6)
+                assert optimizer.state[parameter].keys() == reference.state[plain[name]].keys()
+        else:
+            # The first step adds the moments to the state.
+            assert all(torch.equal(*pair) for pair in zip(before, state(), strict=False))
+            assert all(each.isfinite().all() for each in state())
 
 
 def test_muon_is_as_precise_under_autocast() -> None:

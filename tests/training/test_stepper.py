@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.data.stream import Batch
+from rectified_flow.training.optimizers import BuildOptimizer, Muon, NamedParameters, muon
 from rectified_flow.training.stepper import _AsyncBool
 from tests.training.runs import build_trainer, tiny_config
 
@@ -33,10 +34,16 @@ class Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def muon_of_a_gpu(parameters: NamedParameters) -> Muon:
+    groups = [group | {"fused": True} for group in muon(parameters, lr=1e-3).param_groups]
+    return Muon(groups, lr=1e-3, weight_decay=0.0, fused=True)
+
+
+@pytest.mark.parametrize("optimizer", [None, muon_of_a_gpu])
 def test_one_number_a_step_is_asked_for_when_the_next_gradient_is_on_its_way(
-    tmp_path: Path, flowers: ImageDataset, monkeypatch: pytest.MonkeyPatch
+    optimizer: BuildOptimizer | None, tmp_path: Path, flowers: ImageDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = build_trainer(tiny_config(tmp_path, batch_size=8), flowers)
+    trainer = build_trainer(tiny_config(tmp_path, batch_size=8), flowers, optimizer=optimizer)
     # The averages count on the CPU, wherever the weights are, and may read what they count.
     monkeypatch.setattr(trainer.state.ema, "update", lambda: None)
     events: list[str] = []
