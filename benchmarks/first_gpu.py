@@ -35,9 +35,10 @@ from turns import describe_machine, synchronized
 
 from rectified_flow.cli import build
 from rectified_flow.cli.data import build_space
+from rectified_flow.cli.plan import AUGMENT
 from rectified_flow.cli.settings import Settings
 from rectified_flow.cli.train import train as run_training
-from rectified_flow.cli.training_flags import DataConfig, NetworkConfig, OneStepConfig, TrainConfig
+from rectified_flow.cli.training_flags import DataConfig, FlowConfig, NetworkConfig, OneStepConfig, TrainConfig
 from rectified_flow.data.open import Pictures
 from rectified_flow.data.stream import Batch
 from rectified_flow.distributed import join_processes
@@ -52,7 +53,7 @@ from rectified_flow.training.trainer import Trainer
 
 PROJECT = Path(__file__).resolve().parent.parent
 Verdict = Literal["pass", "FAIL", "figure", "skip"]
-Kind = Literal["rectified", "mean"]
+Kind = Literal["rectified", "mean", "planned"]
 Precision = Literal["float32", "tf32", "bf16"]
 LossAndGradient = tuple[float, Tensor]
 
@@ -91,6 +92,8 @@ class Size:
 
 
 FULL, SMALL, TINY = Size(64, 64, (1, 2, 3, 4), 64), Size(32, 32, (1, 2), 32), Size(8, 8, (1, 2), 4)
+PLANNED, TINY_PLANNED = Size(128, 48, (1, 2), 64), Size(32, 8, (1,), 4)
+"""A network of the latents of augmented pictures, which a step encodes, as in a plan for few pictures."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,7 @@ class Bench:
     def __init__(self, tiny: bool, folder: Path) -> None:
         self.tiny, self.folder = tiny, folder
         self.device = join_processes().device
-        self.full, self.small = (TINY, TINY) if tiny else (FULL, SMALL)
+        self.full, self.small, self.planned = (TINY, TINY, TINY_PLANNED) if tiny else (FULL, SMALL, PLANNED)
         self.timed_steps, self.warm_up = (2, 1) if tiny else (20, 5)
 
     @cached_property
@@ -135,13 +138,15 @@ class Bench:
                 write_png(each, str(pictures / f"{index:03d}.png"))
         return Pictures(dataset_path=pictures, image_size=size.image_size, cache_dir=self.folder / "cache")
 
-    def trainer(self, kind: Kind, size: Size, *, compiled: bool = False) -> Trainer:
+    def trainer(self, kind: Kind, *, compiled: bool = False) -> Trainer:
         """Build a Trainer whose stepper is ready, in the default precision of this device."""
+        size = self.planned if kind == "planned" else self.full
         run = TrainingConfig(
             batch_size=size.batch_size,
             compile=compiled,
             num_samples=4 if self.tiny else 64,
             output_dir=self.folder / "run",
+            optimizer=("muon",) if kind == "planned" else TrainingConfig.optimizer,
         )
         with quiet():
             return Trainer(build_flow(kind, size), self.data(size).open(), run)
@@ -203,7 +208,7 @@ def launch_with_torchrun(bench: Bench) -> Result:
 
 def find_waits(bench: Bench, kind: Kind) -> Result:
     """List the lines at which three steps wait for the GPU, as far as torch reports them."""
-    take = stepping(bench.trainer(kind, bench.full))
+    take = stepping(bench.trainer(kind))
     take(bench.warm_up)
     torch.cuda.set_sync_debug_mode("warn")
     try:
@@ -222,14 +227,14 @@ def find_waits(bench: Bench, kind: Kind) -> Result:
 
 def time_eager(bench: Bench, kind: Kind) -> Result:
     """Time steps without the compiler."""
-    trainer = bench.trainer(kind, bench.full)
+    trainer = bench.trainer(kind)
     return Result("figure", describe_speed(bench, trainer, time_step(bench, trainer)))
 
 
 def check_compiled(bench: Bench, kind: Kind) -> Result:
     """Loss and gradient of the compiled flow, with dropout, against those of the eager one; and its speed."""
     size, began = bench.full, time.perf_counter()
-    trainer = bench.trainer(kind, size, compiled=not bench.tiny)
+    trainer = bench.trainer(kind, compiled=not bench.tiny)
     flow = fill_zeros(trainer.flow)
     assert isinstance(flow, Flow)
     if bench.tiny:
@@ -245,6 +250,7 @@ def check_compiled(bench: Bench, kind: Kind) -> Result:
 
 
 KINDS: tuple[Kind, ...] = ("rectified", "mean")
+PLAN: Kind = "planned"
 PRECISIONS: tuple[Precision, ...] = ("float32", "tf32", "bf16")
 CHECKS: Mapping[str, Check] = {
     **{
@@ -256,8 +262,8 @@ CHECKS: Mapping[str, Check] = {
     "repeat": Check(repeat, 40),
     "resume": Check(resume, 40),
     "torchrun": Check(launch_with_torchrun, 40, needs_gpu=True),  # for NCCL; tests/launch runs torchrun on a CPU
-    **{f"waits-{kind}": Check(partial(find_waits, kind=kind), 30, needs_gpu=True) for kind in KINDS},
-    **{f"eager-{kind}": Check(partial(time_eager, kind=kind), 20) for kind in KINDS},
+    **{f"waits-{kind}": Check(partial(find_waits, kind=kind), 30, needs_gpu=True) for kind in (*KINDS, PLAN)},
+    **{f"eager-{kind}": Check(partial(time_eager, kind=kind), 20) for kind in (*KINDS, PLAN)},
     "compiled-rectified": Check(partial(check_compiled, kind="rectified"), 170),
     "compiled-mean": Check(partial(check_compiled, kind="mean"), 540),
 }
@@ -270,7 +276,10 @@ def build_flow(kind: Kind, size: Size) -> Flow:
     """Build a flow on the CPU, with the weights of a seed."""
     torch.manual_seed(0)
     data, network = DataConfig(image_size=size.image_size), NetworkConfig(dim=size.dim, dim_mults=size.dim_mults)
-    values = TrainConfig(data, network) if kind == "rectified" else OneStepConfig(data, network)
+    values = OneStepConfig(data, network) if kind == "mean" else TrainConfig(data, network)
+    if kind == "planned":
+        data, times = replace(data, autoencoder=("small",), augment=AUGMENT), ("stratified=True",)
+        values = replace(values, data=data, flow=FlowConfig(time_distribution=times))
     return build.build_flow(values, {}, build_space(data))
 
 
