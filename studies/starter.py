@@ -2,8 +2,8 @@
 
     python -m studies.starter --state runs/starter --images 20000000 --minutes 60
 
-Store the pictures with ``python -m studies.starter_data`` first. The training takes the pictures of ``MIXTURE``, whose
-views are cut and encoded anew in each step, and ends after ``--images`` images or after ``--minutes``, whichever comes
+Store the pictures with ``python -m studies.starter_data`` first. Views of the pictures of ``MIXTURE`` are cut and
+encoded once, and stay on the device. The training ends after ``--images`` images or after ``--minutes``, whichever comes
 first. Start the same command again after a kill: the run resumes from its newest checkpoint. ``figures.json`` has the
 loss on held-out pictures of each source at the end, and ``samples.png`` shows samples. ``scripts/make_starter.py``
 turns the run into a starter.
@@ -11,7 +11,7 @@ turns the run into a starter.
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +21,13 @@ import torch
 import tyro
 from accelerate.utils import set_seed
 from torch import Tensor
+from torch.utils.data import Dataset
 from torchvision.utils import save_image
 
 from rectified_flow import RectifiedFlow, Small, Trainer, TrainingConfig, Unet, load_flow
 from rectified_flow.flows.times import LogitNormal
 from rectified_flow.latents.in_step import LatentsInStep
-from rectified_flow.latents.space import scales_of
+from rectified_flow.latents.space import Latents, scales_of
 from rectified_flow.training.clock import Clock
 from studies.starter_views import VIEW, Views
 
@@ -38,9 +39,12 @@ MIXTURE: Mapping[str, float] = {
     **{"renders": 0.15, "sprites": 0.04},
 }
 """Share of the views of each source."""
-BATCH, RATE, AVERAGED, WARMUP = 1024, 2e-3, 0.04, 50
-"""Images of a step, peak learning rate, length of the average and of the warm-up, the latter as a divisor of steps."""
-SCALED_VIEWS = 2048
+BATCH, RATE, WEIGHT_DECAY, AVERAGED, WARMUP = 2048, 3e-3, 0.05, 0.04, 50
+"""Images of a step, peak learning rate, decay of the weights, which keeps them small, and length of the average and of
+the warm-up, the latter as a divisor of steps."""
+AT_ONCE = 4096
+"""Views that are cut at once."""
+SCALED_VIEWS = 8192
 """Views from which the scale of the latents is measured."""
 HELD_OUT_VIEWS = 256
 """Views of held-out pictures of each source for the figures."""
@@ -60,10 +64,12 @@ class Flags:
     """Largest duration of the training by the clock; no limit if not given."""
     dim: int = 48
     """Channels of the first level of the network."""
-    dim_mults: tuple[int, ...] = (1, 2, 3)
+    dim_mults: tuple[int, ...] = (1, 2)
     """Factors of the channels of each level."""
     without: tuple[str, ...] = ()
     """Sources to leave out."""
+    views: int = 500_000
+    """Views that are cut and encoded."""
     batch_size: int = BATCH
     """Images of a step."""
     compile: bool = False
@@ -88,13 +94,38 @@ class Flags:
         return self.state / "runs" / "-".join(words)
 
 
-def build_flow(flags: Flags, data: Views) -> RectifiedFlow:
+class Encoded(Dataset[Any]):
+    """Latents of views, ``latents`` as float16 ``[b, 1, 1, 8, 16, 16]``, on the device of the views.
+
+    Args:
+        views: the views.
+        count: number of latents.
+    """
+
+    def __init__(self, views: Views, count: int) -> None:
+        space, numbers = LatentsInStep(Small(), VIEW), range(count)
+        parts = [numbers[first : first + AT_ONCE] for first in range(0, count, AT_ONCE)]
+        self.latents = torch.cat([space.latents_of(views.read_batch(part)["images"]).half() for part in parts])
+        self.fingerprint = f"{count} of {views.fingerprint}"
+
+    def __len__(self) -> int:
+        return len(self.latents)
+
+    def read_batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        """Return the latents of some views."""
+        return {"latents": self.latents[torch.tensor(indices, device=self.latents.device)]}
+
+    def scales(self) -> dict[str, list[float]]:
+        """Return mean and standard deviation of each channel."""
+        some = self.latents[:SCALED_VIEWS, 0, 0].double()
+        mean, std = scales_of(*(some.pow(power).mean(dim=(0, 2, 3)).tolist() for power in (1, 2)))
+        return {"mean": mean, "std": std}
+
+
+def build_flow(flags: Flags, data: Encoded) -> RectifiedFlow:
     """Return the flow with the weights of the seed, and with the scale of the latents of the data."""
     set_seed(flags.seed)
-    space = LatentsInStep(Small(), VIEW)
-    latents = space.encode(data.read_batch(range(SCALED_VIEWS))["images"])
-    means = [latents.double().pow(power).mean(dim=(0, 2, 3)).tolist() for power in (1, 2)]
-    space = space.scaled(*scales_of(*means))
+    space = Latents(Small(), VIEW, **data.scales())
     channels, side, _ = space.shape or ()
     network = Unet(**flags.network, channels=channels, image_size=side)
     return RectifiedFlow(network, space=space, time_distribution=LogitNormal(stratified=True))
@@ -104,13 +135,13 @@ def train(flags: Flags) -> None:
     """Train to the end of the images or of the time."""
     began = time.monotonic()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    data = Views(flags.state / "sources", flags.shares, device)
+    data = Encoded(Views(flags.state / "sources", flags.shares, device), flags.views)
     steps = flags.images // flags.batch_size
     config = TrainingConfig(
         output_dir=flags.folder,
         train_num_steps=steps,
         batch_size=flags.batch_size,
-        optimizer=("muon",),
+        optimizer=("muon", f"weight_decay={WEIGHT_DECAY}"),
         learning_rate=RATE,
         lr_decay="cosine",
         lr_warmup_steps=max(10, steps // WARMUP),
@@ -145,7 +176,7 @@ def measure(flags: Flags) -> None:
     for name in flags.shares:
         with suppress(ValueError):  # no picture of the source is held out
             views = Views(flags.state / "sources", {name: 1.0}, torch.device("cpu"), held_out=True)
-            x = flow.space.encode(views.read_batch(range(HELD_OUT_VIEWS))["images"])
+            x = flow.space.encode(Encoded(views, HELD_OUT_VIEWS).latents.float())
             figures[name] = loss_of(flow, x, torch.Generator().manual_seed(0))
     (flags.folder / "figures.json").write_text(json.dumps(figures, indent=1))
     set_seed(flags.seed)

@@ -1,6 +1,7 @@
 """Tests of the starter: licences, resource files, stored pictures, their views, and the training."""
 
 import json
+import re
 import struct
 import sys
 import zlib
@@ -15,6 +16,7 @@ from numpy.random import default_rng
 from PIL import Image
 from safetensors.torch import load_file
 
+from rectified_flow import Unet
 from rectified_flow.training.stepper import Stepper
 from scripts import make_starter
 from studies import starter, starter_data
@@ -152,6 +154,23 @@ def test_transparent_pictures_lie_on_other_views(sources: Path) -> None:
     assert any(bool((each == 255).all()) for each in grounds if len(each) > 1000)
 
 
+def test_the_weights_of_a_starter_become_smaller_and_compute_the_same() -> None:
+    torch.manual_seed(0)
+    network = Unet(dim=8, dim_mults=(1, 2), channels=3, image_size=16, attention_sides=(8,), blocks_per_level=1)
+    for name, weight in network.named_parameters():
+        if re.search("conv|out|skip", name):
+            torch.nn.init.normal_(weight)
+    inputs = torch.randn(4, 3, 16, 16), torch.rand(4)
+    before = network(*inputs)
+    small = make_starter.with_small_weights(network.state_dict())
+    network.load_state_dict(small)
+    torch.testing.assert_close(network(*inputs), before, atol=1e-3, rtol=1e-3)
+    sizes = [make_starter.relative_size(weight) for name, weight in small.items() if "conv1.weight" in name]
+    assert max(sizes) <= make_starter.SIZE * 1.001
+    added = [make_starter.relative_size(weight) for name, weight in small.items() if "conv2.weight" in name]
+    assert sum(added) / len(added) == pytest.approx(make_starter.SIZE)
+
+
 @pytest.mark.slow
 def test_a_training_resumes_ends_in_time_and_becomes_a_starter(
     sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -159,7 +178,7 @@ def test_a_training_resumes_ends_in_time_and_becomes_a_starter(
     monkeypatch.setattr(starter, "MIXTURE", {"land": 0.75, "words": 0.25})
     monkeypatch.setattr(starter, "SCALED_VIEWS", 16)
     monkeypatch.setattr(starter, "HELD_OUT_VIEWS", 16)
-    flags = starter.Flags(tmp_path, images=60, dim=8, dim_mults=(1, 2), batch_size=4)
+    flags = starter.Flags(tmp_path, images=60, views=40, dim=8, batch_size=4)
     with monkeypatch.context() as patch:
         take = Stepper.take
 
