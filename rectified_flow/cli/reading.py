@@ -64,10 +64,10 @@ def round_trip_error(source: ImageSource, data: DataConfig) -> float:
     return on_main(PartialState(), measure)
 
 
-def encoding_time(data: DataConfig) -> float:
-    """Return the time to encode a picture, and its mirror image, for the store [s]."""
+def encoding_time(source: ImageSource, data: DataConfig) -> float:
+    """Return the time to encode a picture of a source, and its mirror image, for the store [s]."""
     device = PartialState().device
-    medium = build_space(data).medium
+    medium = build_space(data, source).medium
     medium.prepare(device)
     pictures = torch.zeros(TRIED // 2, *data.framing.shape, dtype=torch.uint8, device=device)
     medium.stored(pictures[:1]).cpu()  # the first call prepares the kernels
@@ -101,9 +101,9 @@ def readable(source: ImageSource, data: DataConfig, seconds: float) -> dict[str,
     def picture_time() -> float:
         stored = find_store(source, framing, data.cache_dir, exclude=data.exclude)
         if stored is None:
-            return decoding_time() + encoding_time(data)
-        is_encoded = build_space(data).medium.has_rows(stored, mirrored=data.horizontal_flip)
-        return 0.0 if is_encoded else encoding_time(data)
+            return decoding_time() + encoding_time(source, data)
+        is_encoded = build_space(data, source).medium.has_rows(stored, mirrored=data.horizontal_flip)
+        return 0.0 if is_encoded else encoding_time(source, data)
 
     each, room = on_main(PartialState(), picture_time) if numbers else 0.0, READING_SHARE * seconds
     if each * len(numbers) <= room:

@@ -402,7 +402,7 @@ def test_stored_pictures_are_encoded_in_the_time_of_the_run(tmp_path: Path) -> N
     pictures = SyntheticFlowers(16, count=20)
     flags = DataConfig(image_size=16, cache_dir=tmp_path, autoencoder=("small",))
     pixels = Pictures(image_size=16, cache_dir=tmp_path).open(pictures)
-    with patch.object(reading, "encoding_time", lambda _: 2.0):
+    with patch.object(reading, "encoding_time", lambda *_: 2.0):
         assert reading.readable(pictures, flags, 12.0) == {"max_train_samples": 1}
         assert reading.readable(pictures, replace(flags, autoencoder=()), 12.0) == {}
         encode_pictures(pixels, Small(), mirrored=True)

@@ -125,6 +125,14 @@ def test_the_page_of_a_one_step_model_shows_a_channel(floats: Runs, tmp_path: Pa
     assert spaces[0].high == spaces[1].high  # type: ignore[attr-defined]
 
 
+def test_a_planned_run_counts_the_time_to_read_fields(floats: Runs, tmp_path: Path) -> None:
+    """The fields are neither stored nor measured before the dry run, and are stored before the run."""
+    flags = f"--dataset_path {floats.data}/floats --cache_dir {tmp_path}/cache {UNET} --budget 1s --num_samples 0"
+    run("train_oxford.py", f"{flags} --dry_run")
+    run("train_oxford.py", f"{flags} --output_dir {tmp_path}/run")
+    assert isinstance(load_flow(tmp_path / "run").space, Fields)
+
+
 def test_two_folders_have_ranges_of_their_own(floats: Runs, tmp_path: Path) -> None:
     (tmp_path / "small").mkdir()
     for file in (floats.data / "floats").iterdir():
