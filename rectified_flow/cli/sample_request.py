@@ -18,7 +18,7 @@ from rectified_flow.cli.model_flags import PicturesConfig
 from rectified_flow.cli.sample_names import Names, is_sheet
 from rectified_flow.condition import Labels, WrittenCondition, example_texts, read_written, written
 from rectified_flow.data.degraded import degraded
-from rectified_flow.data.sources.listing import find_files
+from rectified_flow.data.sources.listing import list_folder
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.evaluation.evaluator import AT_ONCE, render_sources
 from rectified_flow.flows.flow import SOURCE, Flow, sampling_defaults
@@ -27,7 +27,6 @@ from rectified_flow.randomness import Samples, deterministic
 from rectified_flow.spaces.degradations import Degradation
 from rectified_flow.spaces.medium import PREVIEW, Medium
 from rectified_flow.spaces.space import Space
-from rectified_flow.system.artifact import claimed_names
 from rectified_flow.system.files import LONGEST, read_lines
 from rectified_flow.system.pictures import fit, open_picture, upright_size
 from rectified_flow.system.terminal import size_text
@@ -218,11 +217,11 @@ def find_inputs(path: Path, medium: Medium) -> list[Path]:
     suffixes = medium.input_suffixes
     if path.is_file():
         return [path]
-    found = find_files(path) if path.is_dir() else []
-    files = [file for file in found if file.suffix.lower() in suffixes]
+    found, _, written = list_folder(path)  # samples are inputs, too
+    files = [file for file in sorted([*found, *written]) if file.suffix.lower() in suffixes]
     if medium.suffix:  # a folder of samples has pictures of them, too
         files = [file for file in files if not (file.name.endswith(PREVIEW) or is_sheet(file.name))]
-    files = [file for file in files if not (is_sheet(file.name) and file.name in claimed_names(file.parent))]
+    files = [file for file in files if not (is_sheet(file.name) and file in written)]
     if not files:
         known = ", ".join(sorted(suffixes))
         raise UsageError(f"--from_images {path} is neither a file nor a folder of files that end with {known}")

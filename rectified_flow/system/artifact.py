@@ -86,6 +86,20 @@ def claimed_names(folder: Path) -> set[str]:
     return {*read_document(path, Manifest).files} if lexists(path) else set()
 
 
+def written_names(folder: Path, names: Collection[str]) -> set[str]:
+    """Return the names of the files in an artifact or in a folder of outputs that programs wrote.
+
+    Args:
+        folder: the folder.
+        names: the names of all files in it. Without a manifest among them, nothing is read.
+    """
+    written = set[str]()
+    for name in {MANIFEST, OUTPUTS_MANIFEST}.intersection(names):
+        with suppress(UsageError):  # a file of the user's, or of another program
+            written |= {name, *read_document(folder / name, Manifest).files}
+    return written
+
+
 def claim(folder: Path, names: Iterable[str], *, proven: bool = False) -> None:
     """Record that programs write files or subfolders of these names into ``folder``. Call in one process only.
 

@@ -123,7 +123,7 @@ def test_the_nearest_training_pictures_are_shown_with_their_distances(
 
     (tmp_path / "mine").mkdir()
     for number in range(6):
-        write_picture(tmp_path / f"mine/{number}.png", np.full((8, 8, 3), 40 * number, dtype=np.uint8))
+        Image.new("RGB", (8, 8), (40 * number,) * 3).save(tmp_path / f"mine/{number}.png")
     words = f"--dataset_path {tmp_path}/mine --image_size 8 --dim 8 --dim_mults 1 --batch_size 2 --train_num_steps 1"
     words += f" --num_samples 0 --holdout 0 --cache_dir {tmp_path}/cache --output_dir {tmp_path}/run"
     assert train(read_settings(TrainConfig, "", words.split()))
@@ -156,7 +156,7 @@ def test_the_nearest_training_pictures_are_shown_with_their_distances(
     words = f"--checkpoint {tmp_path}/run --num_samples 2 --steps 1 --output_dir {tmp_path}/two --nearest"
     assert_refused("sample.py", 1, words, "mine is not a folder")
     assert program("sample.py", f"{words} {tmp_path}/moved".split())[0] == 0
-    write_picture(tmp_path / "moved/0.png", np.full((8, 8, 3), 99, dtype=np.uint8))
+    Image.new("RGB", (8, 8), (99, 99, 99)).save(tmp_path / "moved/0.png")
     capfd.readouterr()
     draw(*f"{words} {tmp_path}/moved".split())
     assert "moved is not, or no longer, what" in capfd.readouterr().out

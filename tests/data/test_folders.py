@@ -27,6 +27,7 @@ from rectified_flow.errors import UsageError
 from rectified_flow.measurements.files import read_field
 from rectified_flow.measurements.folder import FieldFolder
 from rectified_flow.registry import build, describe
+from rectified_flow.system.artifact import CHECKPOINT, write_manifest, write_output
 from rectified_flow.system.pictures import fit, open_picture
 
 SRGB = ((0.4360747, 0.2225045, 0.0139322), (0.3850649, 0.7168786, 0.0971045), (0.1430804, 0.0606169, 0.7141733))
@@ -144,6 +145,26 @@ def test_by_products_of_systems_are_left_out_and_counted(tmp_path: Path) -> None
     assert note.startswith(
         f"left out {len(BYPRODUCTS)} hidden files, by-products of systems, or unreadable folders, such as "
     )
+
+
+def test_files_that_programs_wrote_are_left_out_and_counted(tmp_path: Path) -> None:
+    """In a folder of pictures, and in a folder of a run within it. Files that no manifest lists are the user's."""
+    for name in ("cat/1.jpg", "dog/1.jpg", "dog/samples/mine.jpg"):
+        picture(tmp_path / name)
+    for name in ("cat/data.png", "cat/config.json", "dog/samples/step_00000002.png", "runs/a/generated/00000.png"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        write_output(tmp_path / name, (tmp_path / "cat/1.jpg").read_bytes())
+    (tmp_path / "runs/a/checkpoints/step_00000002").mkdir(parents=True)
+    (tmp_path / "runs/a/checkpoints/step_00000002/model.safetensors").touch()
+    write_manifest(tmp_path / "runs/a/checkpoints/step_00000002", CHECKPOINT, ["model.safetensors"])
+    (tmp_path / "dog/manifest.json").write_text('{"files": {"1.jpg": null}}')  # of another program
+    folder = FileFolder(tmp_path)
+    assert [folder.name_of(index) for index in range(len(folder))] == ["cat/1.jpg", "dog/1.jpg", "dog/samples/mine.jpg"]
+    assert folder.class_names == ["cat", "dog"]
+    told = "pictures that runs or samples wrote (copies without .manifest.json are read), such as cat/data.png"
+    assert folder.notes[0] == f"left out 3 {told}"
+    with pytest.raises(UsageError, match=r"generated holds no pictures .*; left out 1 pictures that runs or samples"):
+        FileFolder(tmp_path / "runs/a/generated")
 
 
 STORED = {"adobe": (ADOBE, (106, 179, 72)), "p3": (P3, (89, 176, 78)), "srgb": (SRGB, (44, 179, 62))}

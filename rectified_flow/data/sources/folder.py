@@ -53,13 +53,15 @@ class FileFolder(ImageSource):
 
     def __init__(self, path: Path, *, split: str = "train", listing: Listing | None = None) -> None:
         self.path, self.name, self.notes = path, printable(path.name), []
-        everything, left_out = list_folder(path) if listing is None else listing
+        everything, left_out, written = list_folder(path) if listing is None else listing
         found = [file for file in everything if file.suffix.lower() in self.suffixes]
         others = [file for file in everything if file.suffix.lower() in self.other_suffixes]
         known = {*self.suffixes, *self.other_suffixes, *UNREMARKABLE}
         self._note("files that are not downloaded from iCloud", [file for file in left_out if file.suffix == CLOUD])
         hidden = [file for file in left_out if file.suffix != CLOUD]
         self._note("hidden files, by-products of systems, or unreadable folders", hidden)
+        own = [file for file in written if file.suffix.lower() in self.suffixes]
+        self._note(f"{self.kind} that runs or samples wrote (copies without .manifest.json are read)", own)
         self._note(f"files of other formats ({PLUGIN_HINT})", others)
         self._note_unknown([file for file in everything if file.suffix.lower() not in known])
         if not found:

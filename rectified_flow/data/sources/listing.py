@@ -11,6 +11,7 @@ from time import monotonic
 from typing import NamedTuple
 
 from rectified_flow.data.sources.kinds import CLOUD
+from rectified_flow.system.artifact import written_names
 from rectified_flow.system.pictures import IMAGE_SUFFIXES
 from rectified_flow.system.terminal import warn_once
 
@@ -34,19 +35,22 @@ class Listing(NamedTuple):
     """The files below a folder."""
 
     files: list[Path]
-    """All files, sorted, without hidden files, by-products of systems, and their folders."""
+    """All files, sorted, without those of programs, hidden files, by-products of systems, and their folders."""
     left_out: list[Path]
     """Hidden pictures, and the folders that are left out or cannot be read."""
+    written: list[Path]
+    """Files that programs of this package wrote, by the manifests beside them, sorted."""
 
 
 def find_files(folder: Path) -> list[Path]:
-    """Return all files below ``folder``, sorted, without hidden files, by-products of systems, and their folders."""
+    """Return the ``files`` of :func:`list_folder`."""
     return list_folder(folder).files
 
 
 def list_folder(folder: Path) -> Listing:
     """List the files below ``folder``. Links are followed, but each real folder is visited once, by its own name."""
     files, visited, other, unreadable = list[str](), set[str](), list[Path](), list[OSError]()
+    written = list[Path]()
     silent_until = monotonic() + SILENT_LISTING
     for parent, folders, names in os.walk(folder, followlinks=True, onerror=unreadable.append):
         if (real := os.path.realpath(parent)) in visited:
@@ -61,10 +65,12 @@ def list_folder(folder: Path) -> Listing:
         other += [path for path in hidden if is_image(path) or path.suffix == CLOUD]
         kept = [name for name in folders if not is_byproduct(name)]
         folders[:] = sorted(kept, key=lambda name: (os.path.islink(os.path.join(parent, name)), name))
-        files += [os.path.join(parent, name) for name in names if not is_byproduct(name)]
+        outputs = written_names(Path(parent), names)
+        written += [Path(parent, name) for name in names if name in outputs]
+        files += [os.path.join(parent, name) for name in names if not is_byproduct(name) and name not in outputs]
     # Paths are compared by their parts, texts are not; and texts are compared faster.
     files.sort(key=lambda path: path.replace(os.sep, "\0"))
-    return Listing([*map(Path, files)], other + [Path(error.filename) for error in unreadable])
+    return Listing([*map(Path, files)], other + [Path(error.filename) for error in unreadable], sorted(written))
 
 
 def is_byproduct(name: str) -> bool:
