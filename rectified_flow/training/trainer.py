@@ -161,7 +161,9 @@ class Trainer:
             self._set_pace(Pace(planned) if self.clock is None else self.clock.pace(planned))
             if self.state.step >= self.total_steps:
                 text = f"already trained {self.state.step} of {self.total_steps} steps ({path})"
-                self.run.print(f"{text}; raise `train_num_steps` or `num_epochs` to continue")
+                larger = f"larger `train_num_steps` in place of `budget`, such as {2 * self.state.step}"
+                more = "larger `train_num_steps` or `num_epochs`" if self.clock is None else larger
+                self.run.print(f"{text}; to continue, pass a {more}")
                 distributed.on_main(self.accelerator, self.run.write_status)
                 return True
             with explain_loader_errors(), self.run.opened():

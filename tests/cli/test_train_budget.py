@@ -69,8 +69,12 @@ def test_a_run_in_a_given_time(pictures: Path, tmp_path: Path) -> None:
     assert flags["global_batch_size"] == 16
     assert "budget" not in flags, "the number of steps is what determines the run"
     assert (tmp_path / f"run/checkpoints/step_{steps:08}").is_dir()
-    run_on_ranks(2, train, f"{words} 1h")
+    said, _ = run_on_ranks(2, printed, f"{words} 1h")
     assert flags_of(tmp_path / "run")["train_num_steps"] == steps
+    assert f"continue, pass a larger `train_num_steps` in place of `budget`, such as {2 * steps}\n" in said
+    longer = words.replace("--budget", f"--train_num_steps {steps + 1}")
+    run_on_ranks(2, train, longer)
+    assert (tmp_path / f"run/checkpoints/step_{steps + 1:08}").is_dir()
 
 
 def test_the_clock_changes_the_number_of_steps_of_all_processes(pictures: Path, tmp_path: Path) -> None:
