@@ -197,7 +197,10 @@ def train_on(
         state.print(line("values", scale))
     if values.program.dry_run:
         accelerator, shown = build_accelerator(run), f"{data.description.name} at {values.data.framing.size_text} px"
-        accelerator.print(summarize(run, accelerator, flow, shown, rows_of(data, distilled)))
+        length = rows_of(data, distilled)
+        planned = run.total_steps(run.split_batch(state.num_processes), length)
+        steps = planned if clock is None else clock.pace(planned).total
+        accelerator.print(summarize(run, accelerator, flow, shown, length, steps))
         if pictures is not None:
             words += choices
             write_sheet_of_dry_run(flow, pictures, words, run, mirrored=values.data.horizontal_flip)

@@ -180,17 +180,28 @@ class Throughput:
         self._started += time.perf_counter() - entered
 
 
-def summarize(config: TrainingConfig, accelerator: Accelerator, flow: nn.Module, data: str, length: int) -> str:
-    """Describe device, data, network, batch, length and output of a run."""
+def summarize(
+    config: TrainingConfig, accelerator: Accelerator, flow: nn.Module, data: str, length: int, steps: int
+) -> str:
+    """Describe device, data, network, batch, length and output of a run.
+
+    Args:
+        config: the flags of the run.
+        accelerator: the accelerator of the run.
+        flow: the flow.
+        data: the data in words.
+        length: number of items in an epoch.
+        steps: number of steps of the whole run.
+    """
     batch = config.split_batch(accelerator.num_processes)
     count = sum(parameter.numel() for parameter in flow.parameters())
-    images = config.total_steps(batch, length) * batch.total
+    images = steps * batch.total
     texts = {
         "processes": f"{accelerator.num_processes} x {accelerator.device.type}, {precision_name(accelerator)}",
         "data": data,
         "network": f"{count / 1e6:.1f} M parameters",
         "batch": batch,
-        "run": f"{images // batch.total} steps = {images} {items_of(flow)} = {images / length:.1f} epochs",
+        "run": f"{steps} steps = {images} {items_of(flow)} = {images / length:.1f} epochs",
         "output": config.output_dir,
     }
     return lines(texts)

@@ -230,7 +230,7 @@ class Trainer:
     def _start(self, path: Path | None) -> Iterator[Batch]:
         """Report how the run starts, bring all processes to the same start, and return this rank's micro-batches."""
         data = data_description(self.dataset)
-        self.run.print(summarize(self.config, self.accelerator, self.flow, data, self.length))
+        self.run.print(summarize(self.config, self.accelerator, self.flow, data, self.length, self.total_steps))
         if path is not None:
             self.run.print(line("resume", f"step {self.state.step}, from {path}"))
         self.flow.train()

@@ -176,7 +176,9 @@ def test_the_status_says_when_the_run_ends(tmp_path: Path, clock: Callable[[floa
     assert datetime.fromisoformat(ends).timestamp() - time.time() == pytest.approx(left, abs=5)
 
 
-def test_a_shortened_run_ends_as_planned_and_resumes_byte_equal(tmp_path: Path) -> None:
+def test_a_shortened_run_ends_as_planned_and_resumes_byte_equal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The learning rate falls to 0 in fewer steps, intervals follow, and a killed run repeats the change."""
     data = tiny_dataset(tmp_path / "cache")
     flags = {
@@ -205,7 +207,9 @@ def test_a_shortened_run_ends_as_planned_and_resumes_byte_equal(tmp_path: Path) 
     with patch.object(Trainer, "preview", side_effect=InterruptedError("killed")), pytest.raises(InterruptedError):
         stopped.train()  # after the change at step 8; the last checkpoint is that of step 6
     assert (tmp_path / "stopped" / CLOCK_FILE).exists()
+    capsys.readouterr()
     assert trainer("stopped", Clock.resumed(tmp_path / "stopped")).train()
+    assert "run         16 steps = " in capsys.readouterr().out
     assert_same_bytes(tmp_path / "whole", tmp_path / "stopped", 16)
 
 
