@@ -48,7 +48,8 @@ class Rule:
     replaces: str = ""
     """Names of recorded flags that the given flag makes meaningless."""
     local: bool = False
-    """The flag describes this machine, such as the place of a folder: a student of a teacher may set it."""
+    """The flag describes this machine, such as the place of a folder, whose path becomes absolute: a student of a
+    teacher may set it."""
     recorded: bool = True
     """``config.json`` keeps the flag."""
     for_pictures: bool = False
@@ -76,7 +77,10 @@ class Flags:
         hints = _hints(type(self)) if changed else {}
         for each in changed:
             value = validated(quoted(flag_name(each.name)), [getattr(self, each.name)], hints[each.name])
-            if _PART in getattr(hints[each.name], "__metadata__", ()) and not name_of(value):
+            notes = getattr(hints[each.name], "__metadata__", ())
+            if isinstance(value, Path) and any(isinstance(note, Rule) and note.local for note in notes):
+                value = value.absolute()
+            if _PART in notes and not name_of(value):
                 value = (*getattr(type(self), each.name), *value)  # arguments alone are those of the default part
             object.__setattr__(self, each.name, value)
 

@@ -11,7 +11,7 @@ from rectified_flow.cli.training_flags import ColumnConfig, DataConfig, SourceCo
 from rectified_flow.condition import Labels
 from rectified_flow.data.description import Columns, ItemData, PictureData, RunData, Sources
 from rectified_flow.data.metadata import identity_of
-from rectified_flow.data.open import Pictures, reader_of, registered_dataset, space_of_folder
+from rectified_flow.data.open import Pictures, existing_folder, reader_of, registered_dataset, space_of_folder
 from rectified_flow.data.sources import ImageSource
 from rectified_flow.data.sources.folder import FileFolder
 from rectified_flow.data.sources.huggingface import HuggingFaceSource
@@ -128,8 +128,8 @@ def _first_size(source: ImageSource, numbers: Sequence[int], *, skips_broken: bo
 def check_source(flags: SourceConfig) -> None:
     """Check the flags of the sources before any picture is decoded."""
     choose_degradation(flags.degrade)
-    if flags.source_path is not None and not flags.source_path.is_dir():
-        raise UsageError(f"--source_path {flags.source_path} is not a folder")
+    if flags.source_path is not None:
+        existing_folder("source_path", flags.source_path)
 
 
 def check_conditions(flow: Flow, source: object, pictures: RealData) -> None:

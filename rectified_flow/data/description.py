@@ -15,7 +15,7 @@ from rectified_flow.condition import ConditionSpecs, WrittenCondition
 from rectified_flow.data.degraded import Degraded
 from rectified_flow.data.framing import Bits, Resize
 from rectified_flow.data.metadata import Column
-from rectified_flow.data.open import Pictures, find_columns, registered_dataset
+from rectified_flow.data.open import Pictures, existing_folder, find_columns, registered_dataset
 from rectified_flow.data.sources import ImageSource
 from rectified_flow.data.store import ImageDataset, pair_by_name
 from rectified_flow.distributed import join_processes
@@ -91,6 +91,7 @@ class Sources:
 
     def add_to(self, pictures: ImageDataset, like: Pictures, seed: int) -> ImageDataset:
         """Return the pictures with their sources, which are framed ``like`` the pictures."""
+        existing_folder("source_path", self.path)  # its own name: the sources are described like the pictures
         source = self.described(like).open()
         if not self.paired:
             return pictures.changed(source=source, seed=seed)

@@ -111,11 +111,7 @@ class Pictures:
             if os.path.isdir(self.dataset):
                 raise UsageError(f"`dataset` {self.dataset} is a folder: pass it as `dataset_path` {self.dataset}")
             return HuggingFaceSource(self.dataset, self.split, **self._columns)
-        folder = usable_path("the folder", self.dataset_path).resolve()
-        if not folder.is_dir():
-            what = content_of(folder) if folder.is_file() else None
-            what = what or (f"a file: pass its folder {printable(folder.parent)}" if folder.is_file() else "")
-            raise UsageError(f"{folder} is not a folder" + f", but {what}" * bool(what))
+        folder = existing_folder("dataset_path", self.dataset_path)
         listing = list_folder(folder)
         table = find_dataset_file(folder, listing.files)
         for name, column in self._columns.items():
@@ -152,6 +148,24 @@ class Pictures:
         )
         table = found.column_names()  # which may add a note
         return ImageDataset(path, self).changed(table=table, remarks=tuple(found.notes))
+
+
+def existing_folder(name: str, path: Path) -> Path:
+    """Return the real path of a folder, which may begin with ``~``.
+
+    Args:
+        name: the argument that names the folder, for error messages.
+        path: the folder.
+
+    Raises:
+        UsageError: if there is no such folder.
+    """
+    folder = usable_path(f"`{name}`", path).resolve()
+    if folder.is_dir():
+        return folder
+    what = (content_of(folder) or f"a file: pass its folder {printable(folder.parent)}") if folder.is_file() else ""
+    remedy = f", but {what}" if what else ": pass the folder where the files are now"
+    raise UsageError(f"`{name}` {folder} is not a folder{remedy}")
 
 
 def open_dataset(

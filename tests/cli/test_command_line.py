@@ -59,7 +59,7 @@ def test_flags_come_from_a_file_and_those_given_override_them(tmp_path: Path, fo
     assert (config.run.num_epochs, config.run.train_num_steps) == (2.5, None)
     same = parse_rectified(f"--config={file}")
     assert (same.run.seed, same.run.learning_rate, same.run.ema_decay) == (3, 0.5, 0.5)
-    assert (config.data.dataset_path, config.network.dim_mults) == (Path("pictures"), (1, 2))
+    assert (config.data.dataset_path, config.network.dim_mults) == (Path("pictures").absolute(), (1, 2))
     assert config.network.use_cfg
 
 

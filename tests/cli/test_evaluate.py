@@ -1,7 +1,9 @@
 """Tests of evaluate.py: results on one and two processes, held-out pictures, and the saved results."""
 
 import json
+import shutil
 import sys
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,9 @@ import torch
 from PIL import Image
 
 from rectified_flow.cli.evaluate import _summary, _write_down, real_data
+from rectified_flow.cli.settings import read_settings
+from rectified_flow.cli.train import train
+from rectified_flow.cli.training_flags import TrainConfig
 from rectified_flow.distributed import join_processes
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.evaluator import Evaluator
@@ -20,7 +25,7 @@ from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.checkpoint import FLOW_FILE
 from tests.evaluation.runs import COUNT, pictures_of, save_run
-from tests.programs import call, quick_frechet_distance
+from tests.programs import call, constant_speed, quick_frechet_distance
 from tests.ranks import run_on_ranks
 from tests.tiny_flows import FLOWS
 
@@ -154,3 +159,21 @@ def test_a_run_on_data_that_cannot_be_opened_again(run: Path, tmp_path: Path) ->
     places: dict[str, Any] = {"dataset_path": run / "pictures", "cache_dir": tmp_path / "cache"}
     expected, found = real_data(read_trained(source))[0], real_data(read_trained(path), **places)[0]
     assert found.fingerprint == expected.fingerprint
+
+
+def train_in(folder: Path, words: str) -> None:
+    with chdir(folder), constant_speed():
+        train(read_settings(TrainConfig, "", words.split()))
+
+
+def test_paths_of_a_run_are_those_of_the_folder_where_it_began(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run / "pictures", tmp_path / "pets")
+    words = "--dataset_path pets --cache_dir cache --output_dir run --checkpoint_dir saved --train_num_steps 1"
+    run_on_ranks(1, train_in, tmp_path, f"{words} --image_size 8 --dim 8 --dim_mults 1 --num_samples 0 --holdout 0")
+    join_processes()
+    pictures, *_ = real_data(read_trained(checkpoint.resolve(tmp_path / "run")))
+    assert len(pictures) == COUNT
+    (tmp_path / "pets").rename(tmp_path / "moved")
+    sentence = f"`dataset_path` {tmp_path}/pets is not a folder: pass the folder where the files are now"
+    with pytest.raises(UsageError, match=f"^{sentence}$"):
+        real_data(read_trained(checkpoint.resolve(tmp_path / "run")))

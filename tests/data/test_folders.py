@@ -386,7 +386,7 @@ def test_files_that_are_no_pictures_are_named_for_what_they_are(tmp_path: Path, 
     file.write_bytes(CONTENTS[content])
     with pytest.raises(UsageError, match=rf"broken image .*1\.jpg \({content}"):
         open_dataset(str(file.parent), image_size=4)
-    with pytest.raises(UsageError, match=rf"^/.*1\.jpg is not a folder, but {content}"):
+    with pytest.raises(UsageError, match=rf"^`dataset_path` /.*1\.jpg is not a folder, but {content}"):
         open_dataset("", file, image_size=4)
     file.rename(file.with_suffix(".unknown"))
     with pytest.raises(UsageError, match=rf"holds no pictures .*; .*1\.unknown is {content}"):

@@ -173,7 +173,7 @@ def test_a_folder_behind_a_link_may_have_a_name_that_is_not_utf8(tmp_path: Path)
     save_picture(tmp_path / LATIN / "1.png")
     (tmp_path / "cafe").symlink_to(tmp_path / LATIN)
     assert open_dataset("", tmp_path / "cafe", image_size=4).description == "caf\\udce9: 1 images of 4 px"
-    with pytest.raises(UsageError, match=r"^the folder .*/caf\\udce9 cannot be used \(its name is not UTF-8\)"):
+    with pytest.raises(UsageError, match=r"^`dataset_path` .*/caf\\udce9 cannot be used \(its name is not UTF-8\)"):
         open_dataset("", tmp_path / LATIN, image_size=4)
 
 

@@ -152,5 +152,5 @@ def test_the_data_of_a_run_are_built_again_from_their_description(words: str) ->
     values = parsed(words)
     data = data_of(values.data, values.source, values.columns)
     built = build(json.loads(json.dumps(describe(data))))
-    assert built.pictures.dataset_path == Path("x")
+    assert built.pictures.dataset_path == Path("x").absolute(), "the same folder in every working directory"
     assert describe(built) == describe(data)
