@@ -39,6 +39,9 @@ OF_OTHERS: dict[str, tuple[str, ...]] = {
 }
 """Flags of other programs that people type, and the flags here; a program has the first one that it knows."""
 
+SEPARATED = {"classes"}
+"""Flags whose values are one word with commas."""
+
 
 def hints(
     unknown: Sequence[str], arguments: Sequence[str], known: Mapping[str, object], run_flag: str = ""
@@ -60,11 +63,11 @@ def hints(
             texts += [f"{word.split('=')[0]}: pass {text}" for text in meant[:1]]
         elif previous.startswith("--") and before.get(word) == previous:
             continue  # the value of an unknown flag
-        elif (path := _cut_path(word, arguments, known)) is not None:
-            texts.append(f'{path[0]}: put the path in quotation marks: {path[0]} "{" ".join(path[1:])}"')
+        elif (text := _cut_value(word, arguments, known)) is not None:
+            texts.append(text)
         else:
             meant = _known((MODEL, FOLDER, TEACHER), known, run_flag)
-            texts += [f"{word}: pass {text} {word}" for text in meant[:1]]
+            texts += [f"{word}: pass {text} {word}" for text in meant[:1] if text not in arguments]
     return list(dict.fromkeys(texts))
 
 
@@ -75,15 +78,19 @@ def _known(texts: Sequence[str], known: Collection[str], first: str) -> list[str
     )
 
 
-def _cut_path(word: str, arguments: Sequence[str], known: Mapping[str, object]) -> list[str] | None:
-    """Return the flag and the parts of a path that was cut at its spaces, if ``word`` is one of the later parts."""
-    if word not in arguments or exists(word):  # a folder of its own lacks its flag
+def _cut_value(word: str, arguments: Sequence[str], known: Mapping[str, object]) -> str | None:
+    """Return a line on a flag whose value was cut at its spaces, if ``word`` is one of the later parts."""
+    if word not in arguments:
         return None
     at = arguments.index(word)
     start = next((place for place in range(at, -1, -1) if arguments[place].startswith("--")), at)
     flag, *parts = arguments[start], *takewhile(lambda each: not each.startswith("--"), arguments[start + 1 :])
-    is_path = _has_paths(known.get(flag.lstrip("-").replace("-", "_")))
-    return [flag, *parts] if is_path and at > start + 1 else None
+    name = flag.lstrip("-").replace("-", "_")
+    if at > start + 1 and name in SEPARATED:
+        return f"{flag}: separate the values by commas: {flag} {','.join(part.strip(',') for part in parts)}"
+    if at > start + 1 and _has_paths(known.get(name)) and not exists(word):  # a folder of its own lacks its flag
+        return f'{flag}: put the path in quotation marks: {flag} "{" ".join(parts)}"'
+    return None
 
 
 def _has_paths(kind: object) -> bool:

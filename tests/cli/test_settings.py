@@ -263,6 +263,8 @@ def test_a_recorded_batch_is_split_again(tmp_path: Path, given: str, monkeypatch
             '--checkpoint: put the path in quotation marks: --checkpoint "my runs"\n',
         ),
         (TrainConfig, "--output_dir out tests", "tests: pass --dataset_path tests\n"),
+        (SampleConfig, "--classes Häuser, 😀 --checkpoint RUN", "by commas: --classes Häuser,😀\n"),
+        (SampleConfig, "--checkpoint RUN --num_samples 4 tests", "Unrecognized options: tests"),
     ],
 )
 def test_a_hint_names_the_flag_that_was_meant(
