@@ -289,6 +289,16 @@ def test_programs_in_javascript_have_no_syntax_error(page: Path) -> None:
             subprocess.run(command, input=block.text, text=True, check=True, timeout=PATIENCE)
 
 
+def test_the_readme_installs_what_its_evaluation_needs() -> None:
+    """The other feature network is downloaded when it is first used."""
+    text = (ROOT / "README.md").read_text()
+    [extras] = re.findall(r"pip install '\.\[([\w,]+)\]'", text)
+    assert "evaluation" in extras.split(",")
+    commands = re.findall(rf"{COMMAND} evaluate [^`\n]*", text)
+    assert commands
+    assert all("--feature_network efficientnet_lite0" in command for command in commands)
+
+
 def test_the_console_commands_are_those_of_the_package() -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert scripts.pop(COMMAND) == "rectified_flow.cli.programs:main"

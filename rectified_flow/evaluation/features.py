@@ -91,7 +91,8 @@ def _inception(device: torch.device) -> Features:
         network = NoTrainInceptionV3("inception-v3-compat", ["2048"], antialias=True).to(device)
     except (ImportError, OSError, RuntimeError) as error:
         found = f"`feature_network` inception is unavailable ({first_line(error)})"
-        raise UsageError(f"{found}: pip install torch-fidelity, which downloads its weights") from error
+        smaller = "`feature_network` efficientnet_lite0, which needs no download"
+        raise UsageError(f"{found}: pip install '.[evaluation]', and permit a download or pass {smaller}") from error
     network.eval()
     resize = f"bilinear to 299 px, antialiased, by torchmetrics {version('torchmetrics')}"
     return Features("inception", "fid", "kid", resize, lambda images: network(images).float())

