@@ -3,9 +3,9 @@
     python -m studies.starter --state runs/starter --images 20000000 --minutes 60
 
 Store the pictures with ``python -m studies.starter_data`` first. Views of the pictures of ``MIXTURE`` are cut and
-encoded once, and stay on the device. The training ends after ``--images`` images or after ``--minutes``, whichever comes
-first. Start the same command again after a kill: the run resumes from its newest checkpoint. ``figures.json`` has the
-loss on held-out pictures of each source at the end, and ``samples.png`` shows samples. ``scripts/make_starter.py``
+encoded once, and stay on the device. The training ends after ``--images`` images or after ``--minutes``, whichever
+comes first. Start the same command again after a kill: the run resumes from its newest checkpoint. ``figures.json`` has
+the loss on held-out pictures of each source at the end, and ``samples.png`` shows samples. ``scripts/make_starter.py``
 turns the run into a starter.
 """
 
@@ -115,17 +115,17 @@ class Encoded(Dataset[Any]):
         """Return the latents of some views."""
         return {"latents": self.latents[torch.tensor(indices, device=self.latents.device)]}
 
-    def scales(self) -> dict[str, list[float]]:
+    def scales(self) -> tuple[list[float], list[float]]:
         """Return mean and standard deviation of each channel."""
         some = self.latents[:SCALED_VIEWS, 0, 0].double()
-        mean, std = scales_of(*(some.pow(power).mean(dim=(0, 2, 3)).tolist() for power in (1, 2)))
-        return {"mean": mean, "std": std}
+        return scales_of(*(some.pow(power).mean(dim=(0, 2, 3)).tolist() for power in (1, 2)))
 
 
 def build_flow(flags: Flags, data: Encoded) -> RectifiedFlow:
     """Return the flow with the weights of the seed, and with the scale of the latents of the data."""
     set_seed(flags.seed)
-    space = Latents(Small(), VIEW, **data.scales())
+    mean, std = data.scales()
+    space = Latents(Small(), VIEW, mean=mean, std=std)
     channels, side, _ = space.shape or ()
     network = Unet(**flags.network, channels=channels, image_size=side)
     return RectifiedFlow(network, space=space, time_distribution=LogitNormal(stratified=True))
