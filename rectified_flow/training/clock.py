@@ -174,6 +174,18 @@ class Clock:
         """The time until the planned end of the run [s]; negative after the planned end."""
         return self._end - time.monotonic()
 
+    def expected(self, step: int, total: int, step_time: float) -> float:
+        """Return the expected time until the end of a run [s].
+
+        A run that repeats its recorded changes, or whose time is over, is not shortened now. It trains its last steps.
+
+        Args:
+            step: number of steps that are done.
+            total: number of steps of the whole run.
+            step_time: time of a step [s].
+        """
+        return (total - step) * step_time if self._repeats(step) or self.left <= 0 else self.left
+
     def pace(self, planned: int) -> Pace:
         """Return the pace of a run whose plan has ``planned`` steps."""
         return Pace(planned, self.changes)
@@ -206,9 +218,8 @@ class Clock:
         else:
             self._longest = max(self._longest, took)
         self._done = [compared, now]
-        repeats = bool(self.changes) and step <= self.changes[-1][0]  # the run was killed after that change
         is_halfway = total > step + FEW_STEPS and 2 * step >= compared.step + total
-        if repeats or step >= total or step < compared.step + LEAST_STEPS:
+        if self._repeats(step) or step >= total or step < compared.step + LEAST_STEPS:
             return False
         return is_halfway or self._marks(now.time) > self._marks(compared.time)
 
@@ -227,6 +238,10 @@ class Clock:
         if abs(pace.total - total) * step_time > TOLERANCE * self.seconds:
             self.changes = (*self.changes, (now.step, total))
         return self.pace(pace.planned)
+
+    def _repeats(self, step: int) -> bool:
+        """Return whether the run was killed after a change that is still to come, or was made at this step."""
+        return bool(self.changes) and step <= self.changes[-1][0]
 
     @property
     def _end(self) -> float:

@@ -336,9 +336,10 @@ class Trainer:
         The clock sets the end, unless the number of steps is limited.
         """
         if self.accelerator.is_main_process and self.state.step < self.total_steps:
-            left = (self.total_steps - self.state.step) * step_time
-            if self.clock is not None and self.total_steps != self.clock.most_steps:
-                left = max(0.0, self.clock.left)
+            step, total = self.state.step, self.total_steps
+            left = (total - step) * step_time
+            if self.clock is not None and total != self.clock.most_steps:
+                left = self.clock.expected(step, total, step_time)
             self.run.write_status(running=True, times=times_of(step_time, left))
 
     def preview(self) -> None:

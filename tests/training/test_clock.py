@@ -162,13 +162,15 @@ def test_the_last_step_changes_nothing(machine: Machine) -> None:
     [
         (lambda now: Clock(3600, 12, began=now), 100),  # limited by its pictures
         (lambda now: Clock(3600, 50, began=now - 600), 3000),
+        (lambda now: Clock(1000, used=1000, changes=[(8, 12)]), 100),  # it repeats a change that the disk did not keep
+        (lambda now: Clock(1000, used=1000), 100),  # it has no time left for its last steps
         (lambda now: Clock(1000, began=now - 990), 250),  # it trains for a quarter of its time, however late it begins
     ],
 )
 def test_the_status_says_when_the_run_ends(tmp_path: Path, clock: Callable[[float], Clock], left: float) -> None:
     trainer = build_trainer(tiny_config(tmp_path / "run", train_num_steps=12), tiny_dataset(tmp_path / "cache"))
     trainer.clock = clock(time.monotonic())
-    trainer.clock.tick(1, 12)
+    trainer.clock.tick(2, 12)
     trainer.state.step = 2
     with patch.object(trainer.run, "write_status") as written:
         trainer._write_times(10.0)
