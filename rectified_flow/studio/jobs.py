@@ -10,7 +10,6 @@ writes the empty file ``begun``, runs the command, and writes ``ended`` (the exi
 import json
 import os
 import platform
-import signal
 import sys
 import time
 from contextlib import suppress
@@ -101,8 +100,8 @@ class Job:
         """Ask the job to stop: a training saves a checkpoint first, and a job that waits ends at once."""
         (self.folder / STOP).touch()
         if self.is_busy:
-            with suppress(ProcessLookupError):  # it ended just now
-                os.kill(self.pid, signal.SIGTERM)
+            with suppress(psutil.Error, ValueError):  # it ended just now; os.kill would take -1 for all processes
+                psutil.Process(self.pid).terminate()
 
 
 def text_of(path: Path) -> str:

@@ -97,6 +97,18 @@ def test_a_job_that_is_stopped_in_line_never_begins(ask: Callable[..., Job], tmp
     assert first.is_busy
 
 
+def test_a_job_whose_process_is_unknown_stops_no_other_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its file may be removed between two looks at it, and a PID of -1 stands for all processes."""
+    killed = list[int]()
+    monkeypatch.setattr(os, "kill", lambda pid, _: killed.append(pid))
+    monkeypatch.setattr(Job, "is_busy", True)
+    job = Job(tmp_path / "1.5", "train", "cats", [])
+    job.folder.mkdir()
+    job.stop()
+    assert job.is_stopping
+    assert killed == []
+
+
 def test_other_commands_do_not_wait_for_a_training(ask: Callable[..., Job]) -> None:
     training, drawing = begin(ask(SAVING)), ask("print('drawn')", "draw")
     assert end(drawing).output == "drawn\n"
