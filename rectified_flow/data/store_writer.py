@@ -296,7 +296,8 @@ def _build(
         raise UsageError(f"all {len(kept)} pictures of {source.name} are {TRANSPARENT}: save them with visible pixels")
     # The census counts transparent rows, if they have an alpha channel.
     shown = [what for what in remarked if what != TRANSPARENT or not rows.framing.alpha]
-    noted = [f"skipped {len(broken):,} broken images; the first is {each} ({broken[each]})" for each in [*broken][:1]]
+    skipped = f"skipped {len(broken):,} broken {'image' if len(broken) == 1 else 'images'}"
+    noted = [f"{skipped}; the first is {each} ({broken[each]})" for each in [*broken][:1]]
     noted += [counted_sentence(len(equal), "equal to an earlier one", each) for each in equal[:1]]
     noted += [counted_sentence(len(remarked[what]), what, remarked[what][0]) for what in shown]
     originals, labels = zip(*kept, strict=True)

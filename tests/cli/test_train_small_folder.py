@@ -129,7 +129,7 @@ def test_counts_and_rare_classes(pictures: Path) -> None:
         "2 classes: cats (11), dogs (2)",
         "1 of 2 classes with fewer than 10 pictures: dogs (2)",
         "the network does not get the classes",
-        f"skipped 1 broken images; the first is {pictures}/dogs/99.png (cannot identify image file "
+        f"skipped 1 broken image; the first is {pictures}/dogs/99.png (cannot identify image file "
         f"'{pictures}/dogs/99.png')",
         "1 picture is equal to an earlier one, such as dogs/12.png",
         "1 picture is cropped to half of the area or less (`aspect_ratio` and `crop` none keep more), such as "

@@ -235,7 +235,7 @@ def test_what_another_plugin_reads_is_not_skipped_for_good(tmp_path: Path, monke
         [note, *_] = ImageDataset(open_store(FileFolder(tmp_path), 4, **options)).info.notes
         assert (
             note
-            == f"skipped 1 broken images; the first is {tmp_path}/b.png (cannot identify image file '{tmp_path}/b.png')"
+            == f"skipped 1 broken image; the first is {tmp_path}/b.png (cannot identify image file '{tmp_path}/b.png')"
         )
     assert len(ImageDataset(open_store(FileFolder(tmp_path), 4, **options))) == 2
 
