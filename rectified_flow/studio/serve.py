@@ -3,13 +3,14 @@
 import os
 import signal
 import sys
+from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rectified_flow.errors import UsageError
 from rectified_flow.studio.flags import LOCALHOST, PageConfig, StudioConfig
 from rectified_flow.studio.jobs import STUDIO, jobs, resume
-from rectified_flow.system.files import prepare_folder
+from rectified_flow.system.files import prepare_folder, writing
 from rectified_flow.system.serving import browser_with_window
 from rectified_flow.system.terminal import lines
 
@@ -70,7 +71,11 @@ def open_page(flags: PageConfig, *, inline: bool = False) -> None:
 
 
 def sandboxed(app: "ASGIApp", runs: Path) -> "ASGIApp":
-    """Wrap the application of the page: no file runs a script at the address of the studio, except for exports."""
+    """Wrap the application of the page: no file runs a script at the address of the studio, except for exports.
+
+    If the disk is full, the page shows a sentence in place of the number of an error.
+    """
+    from starlette.responses import PlainTextResponse
 
     async def answer(scope: "Scope", receive: "Receive", send: "Send") -> None:
         async def send_sandboxed(message: "Message") -> None:
@@ -81,6 +86,13 @@ def sandboxed(app: "ASGIApp", runs: Path) -> "ASGIApp":
         _, is_file, path = scope.get("path", "").partition("/gradio_api/file")
         file = Path(os.path.abspath(path[1:])).resolve()  # after "=" or "/"
         is_export = is_file and any(file.is_relative_to(job.output_folder.resolve()) for job in jobs(runs, "page"))
-        await app(scope, receive, send_sandboxed if is_file and not is_export else send)
+        handled = app(scope, receive, send_sandboxed if is_file and not is_export else send)
+        if not scope.get("path", "").endswith("/upload"):
+            return await handled
+        try:  # Gradio writes dropped files outside of the events
+            with writing("the files", UsageError, "make room on the disk, and drop them again"):
+                await handled
+        except UsageError as error:
+            await PlainTextResponse(str(error), HTTPStatus.INSUFFICIENT_STORAGE)(scope, receive, send)
 
     return answer

@@ -1,8 +1,11 @@
 """Tests of the server of the page."""
 
+import asyncio
 import urllib.request
 from collections.abc import Iterator
+from errno import ENOSPC
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import pytest
@@ -47,6 +50,27 @@ def test_no_file_is_a_page_at_the_address_of_the_studio_except_for_exports(
         assert policy(name, "file/") == "sandbox"
     with urllib.request.urlopen(address) as answer:
         assert answer.headers["Content-Security-Policy"] is None
+
+
+@pytest.mark.parametrize("path", ["/gradio_api/upload", "/gradio_api/queue/join"])
+def test_a_disk_too_full_for_dropped_files_is_a_sentence(tmp_path: Path, path: str) -> None:
+    async def app(*_: object) -> None:
+        raise OSError(ENOSPC, "No space left on device")
+
+    answers = list[dict[str, Any]]()
+
+    async def send(message: Any) -> None:
+        answers.append(message)
+
+    answer = serve.sandboxed(app, tmp_path)({"type": "http", "path": path}, None, send)
+    if not path.endswith("upload"):
+        with pytest.raises(OSError, match="No space left"):
+            asyncio.run(answer)
+        return
+    asyncio.run(answer)
+    assert answers[0]["status"] == 507
+    sentence = b"the files cannot be written (No space left on device): make room on the disk, and drop them again"
+    assert answers[1]["body"] == sentence
 
 
 def test_jobs_are_asked_for_by_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
