@@ -38,7 +38,7 @@ def act(
             with writing("a file", UsageError, "make room on the disk, and try again"):
                 return handler(*values)
         except UsageError as error:
-            raise gr.Error(escape(shown(str(error))), title="That does not work", print_exception=False) from error
+            raise gr.Error(escape(shown(str(error))), print_exception=False) from error
 
     gr.on(events, told, inputs, [*outputs], show_progress="hidden", api_visibility="private", queue=queue)
 

@@ -8,12 +8,14 @@ from html import escape
 from pathlib import Path
 from shlex import join
 
+from rectified_flow.cli.settings import command_line
 from rectified_flow.registry import Document
 from rectified_flow.studio.jobs import Job
 from rectified_flow.studio.runs import Run
 from rectified_flow.system.files import replace_file
 from rectified_flow.system.terminal import duration
 
+WARNINGS = 5  # number of warnings that are shown
 PLAN, SHEET = "plan", "data sheet"
 """Labels of the lines with which a dry run names its files."""
 WORDS: Mapping[str, tuple[str, str]] = {
@@ -21,19 +23,48 @@ WORDS: Mapping[str, tuple[str, str]] = {
     "preparing": ("Preparing", "Reading the pictures and measuring the speed of this machine."),
     "running": ("Training{where}{ready}", "Step {step:,} of {total:,}"),
     "stopping": ("Stopping and saving", "Step {step:,} of {total:,}"),
-    "finished": ("Finished", "{step:,} steps. The generator is ready: play with it."),
+    "finished": ("Finished", "{step:,} steps. The generator is ready."),
     "interrupted": ("Stopped", "{saved}You can resume the run at any time."),
     "failed": ("Failed", "{problem}"),
 }
 """Title and text of a run by its state."""
 
 
+PROGRAM = re.compile(r"([\w-]+( [\w-]+)?: )?error: ")
+"""What precedes the sentence of an error: the name of the program."""
+ON_PAGE = {
+    "run the same command to resume": "press Resume",
+    f"pass a longer {command_line({'budget': '1h'})[0]}": "train for longer",
+}
+"""Advice for a terminal, and the same advice for the page."""
+
+
 def message(job: Job) -> str:
     """Return the sentence with which a command ended: an error without the name of the program, or the last line."""
     if job.code not in (1, 2):
-        return "The command was killed, possibly because memory ran out or the machine was switched off. Try again."
+        again = "Press Resume" if job.kind == "train" else "Try again"
+        return f"The command was killed, possibly because memory ran out or the machine was switched off. {again}."
     last = job.output.strip().rpartition("\n")[2]
-    return last.partition("error: ")[2] or last
+    found = PROGRAM.match(last)
+    return on_page(last[found.end() :] if found else last)
+
+
+def on_page(text: str) -> str:
+    """Return a sentence of the program with the advice that a person on the page can follow."""
+    for advice, own in ON_PAGE.items():
+        text = text.replace(advice, own)
+    return text
+
+
+def warnings(job: Job | None) -> list[str]:
+    """Return the newest different warnings of a command, and that of its plan."""
+    found = re.findall("^warning:? +(.+)$", job.output if job is not None else "", re.MULTILINE)
+    return [*map(on_page, dict.fromkeys(found))][-WARNINGS:]
+
+
+def facts(texts: Sequence[str]) -> str:
+    """Return a list of sentences."""
+    return f'<ul class="facts">{"".join(f"<li>{escape(text)}</li>" for text in texts)}</ul>'
 
 
 def file_of(job: Job, label: str) -> Path:
@@ -47,10 +78,16 @@ def file_of(job: Job, label: str) -> Path:
     return copy
 
 
-def plan_words(plan: Document, ends: float | None) -> str:
-    """Return a plan in a sentence, such as "128 px, about 60,000 images, ready at 14:35 (in 20 minutes)"."""
+def plan_words(plan: Document, ends: float | None, *, is_current: bool = True) -> str:
+    """Return a plan in a sentence, such as "128 px, about 60,000 images, ready at 14:35 (in 20 minutes)".
+
+    Args:
+        plan: the plan of a dry run.
+        ends: when the run ends if it starts now [s since 1970]; None if that is unknown.
+        is_current: whether the plan is for the time that is chosen now. Otherwise, its images do not count.
+    """
     flags = plan["flags"]
-    images = (flags["train_num_steps"] or 0) * (flags["global_batch_size"] or flags["batch_size"] or 0)
+    images = (flags["train_num_steps"] or 0) * (flags["global_batch_size"] or flags["batch_size"] or 0) * is_current
     seen = f", about {float(f'{images:.2g}'):,.0f} images shown to the network" if images else ""
     return f"{flags['image_size']} px{seen}{ready(ends)}"
 
@@ -84,14 +121,12 @@ def run_card(run: Run) -> str:
         "saved": f"Step {saved:,} of {total:,} is saved. " if saved else "",
         "ready": ready(run.ends),
         "where": f" on {run.status['host']}" if run.is_elsewhere else "",
-        "problem": run.status.get("message") if run.job is None else message(run.job),
+        "problem": on_page(str(run.status.get("message"))) if run.job is None else message(run.job),
     }
     title, text = (part.format(**words) for part in WORDS[run.state])
     done = saved if run.state == "interrupted" else step
     share = done / total if total and run.state in ("running", "stopping", "interrupted") else None
-    found = dict.fromkeys(re.findall("^warning: (.+)$", run.job.output if run.job is not None else "", re.MULTILINE))
-    warnings = "".join(f"<li>{escape(text)}</li>" for text in found)
-    return f'{card(title, text, run.state, share)}<ul class="facts">{warnings}</ul>'
+    return card(title, text, run.state, share) + facts(warnings(run.job))
 
 
 def job_card(job: Job, doing: str, done: str = "") -> str:

@@ -141,6 +141,30 @@ def test_warnings_of_a_training_are_shown_once(tmp_path: Path) -> None:
     assert "<li>the disk is full</li><li>&lt;b&gt;</li></ul>" in views.run_card(run)
 
 
+def test_a_long_list_of_warnings_is_cut_to_the_newest(tmp_path: Path) -> None:
+    run = Run(tmp_path, "cats")
+    run.job = job_of(tmp_path / "1.5", "".join(f"warning: could not save step {step}\n" for step in range(99)))
+    shown = views.run_card(run)
+    assert "step 98<" in shown
+    assert shown.count("<li>") == views.WARNINGS
+
+
+def test_a_sentence_with_another_error_in_it_is_whole_and_gives_advice_for_the_page(tmp_path: Path) -> None:
+    problem = "could not save the last step to cats (Error while serializing: I/O error: No space)"
+    output = f"rectified-flow: error: {problem}: make room, and run the same command to resume\n"
+    job = job_of(tmp_path / "1.5", output, 1)
+    assert views.message(job) == f"{problem}: make room, and press Resume"
+    few = "warning     576 images are too few for samples that look like pictures: pass a longer --budget\n"
+    assert views.warnings(job_of(tmp_path / "1.6", few, 0))[0].endswith("pictures: train for longer")
+
+
+def test_advice_for_the_page_is_in_place_of_sentences_that_the_program_has() -> None:
+    package = Path(views.__file__).parents[1]
+    code = "".join(path.read_text() for path in package.rglob("*.py") if path != Path(views.__file__))
+    for advice in views.ON_PAGE:
+        assert advice in code
+
+
 def test_a_command_is_shown_as_a_shell_takes_it() -> None:
     assert "sample --prompt &#x27;a &lt;b&gt;&#x27;\nhf" in views.terminal("", ["sample", "--prompt", "a <b>"], ["hf"])
 
