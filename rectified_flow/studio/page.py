@@ -26,8 +26,8 @@ def build(runs: Path) -> gr.Blocks:
         run = gr.Dropdown(run_names(runs), value=None, label="Run", interactive=True, visible=False, elem_id="run")
         with gr.Tabs(elem_id="steps") as tabs:
             choose = ChooseTabs(runs, run, tabs)
-            others = WatchTab(runs, run), PlayTab(runs, run), TakeTab(runs, run)
-        act([page.load], choose.restore, {choose.draft}, choose.restored)
+            others = WatchTab(runs, run, tabs), PlayTab(runs, run), TakeTab(runs, run)
+        act([page.load], choose.restore, {choose.draft}, [*choose.restored, tabs])
         refresh(runs, run, [choose, *others])
     # By default 1 ms and 10 ms, which take 8% of a core while nothing happens. No event of the page has a progress bar.
     page._queue.sleep_when_free = page._queue.progress_update_sleep_when_free = QUEUE_POLL

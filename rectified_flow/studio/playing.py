@@ -17,7 +17,7 @@ DRAWN = "drawn"
 """Name of the folder of generated pictures in the folder of a run."""
 MOMENT = "%Y-%m-%d-%H%M%S"
 """Format of the time in the name of a new folder."""
-NEAREST = "nearest.png"
+GRID, NEAREST = "grid.png", "nearest.png"
 ON = {"interactive": True}
 """Gradio makes fields added later read-only unless this argument is passed."""
 
@@ -168,8 +168,9 @@ def settings_of(run: Run) -> dict[str, Component]:
 
 
 def pictures_in(folder: Path) -> list[str]:
-    """Return the samples in a folder of drawn pictures, and the grid of them."""
-    return [str(file) for file in sorted(folder.glob("*.png")) if file.name != NEAREST]
+    """Return the samples in a folder of drawn pictures; their grid if the samples are no pictures."""
+    samples = [str(file) for file in sorted(folder.glob("*.png")) if file.name not in (GRID, NEAREST)]
+    return samples or [str(file) for file in folder.glob(GRID)]
 
 
 def picture_and_mask(painted: Document) -> tuple[Image.Image, Image.Image]:

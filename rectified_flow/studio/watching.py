@@ -16,11 +16,12 @@ NEAR = "Samples most similar to training pictures, each followed by its nearest 
 class WatchTab:
     """The tab."""
 
-    def __init__(self, runs: Path, run: gr.Dropdown) -> None:
+    def __init__(self, runs: Path, run: gr.Dropdown, tabs: gr.Tabs) -> None:
         self.runs, self.run = runs, run
         with gr.Tab("Watch", id="watch", render_children=True):
             self.card = gr.HTML(views.card("No run yet", "Choose pictures and start, and the run is shown here."))
             with gr.Row():
+                self.play = gr.Button("Play", visible=False, variant="primary", elem_id="to-play")
                 self.stop = gr.Button("Stop and save", visible=False, elem_id="stop")
                 self.resume = gr.Button("Resume", visible=False, variant="primary", elem_id="resume")
                 self.more = gr.Number(10, label="Minutes", minimum=1, maximum=10_000, visible=False, min_width=120)
@@ -31,8 +32,9 @@ class WatchTab:
             self.neighbours = gr.Image(alt_text="samples and training pictures", **hidden)
             self.loss = gr.Image(alt_text="loss over the steps", **hidden)
         self.inputs = {run, self.earlier}
-        self.outputs = [self.card, self.stop, self.resume, self.more, self.image, self.earlier]
+        self.outputs = [self.card, self.play, self.stop, self.resume, self.more, self.image, self.earlier]
         self.outputs += [self.neighbours, self.loss]
+        act([self.play.click], lambda _: {tabs: gr.Tabs(selected="play")}, {run}, [tabs], queue=False)
         act([self.stop.click], self.stop_run, {run})
         act([self.resume.click], self.resume_run, {run, self.more})
 
@@ -55,15 +57,18 @@ class WatchTab:
             return {}
         run = Run(self.runs, values[self.run])
         can_stop = run.state in ("waiting", "preparing", "running") and not run.is_elsewhere
-        resume = "Train longer" if run.state == "finished" else "Resume"
+        is_finished = run.state == "finished"
+        resume, variant = ("Train longer", "secondary") if is_finished else ("Resume", "primary")
+        can_resume = run.state in RESUMED and bool(run.flags or run.job)
         samples: list[tuple[int, Path | None]] = [*run.samples.items()] or [(0, None)]
         back = min(values[self.earlier] or 0, len(samples) - 1)
         step, picture = samples[-1 - back]
         return {
             self.card: views.run_card(run),
+            self.play: gr.update(visible=is_finished),
             self.stop: gr.update(visible=can_stop),
-            self.resume: gr.update(value=resume, visible=run.state in RESUMED and bool(run.flags or run.job)),
-            self.more: gr.update(visible=run.state == "finished"),
+            self.resume: gr.update(value=resume, variant=variant, visible=can_resume),
+            self.more: gr.update(visible=is_finished),
             self.image: file_shown(picture, f"Samples at step {step:,}"),
             self.earlier: gr.update(maximum=max(1, len(samples) - 1), visible=len(samples) > 1),
             self.neighbours: file_shown(run.folder / SAMPLES / NEIGHBOURS, NEAR),

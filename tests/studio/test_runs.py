@@ -173,7 +173,7 @@ def test_a_run_that_is_stopped_before_it_has_a_folder_is_resumed(tmp_path: Path,
     from rectified_flow.studio.watching import WatchTab
 
     with gradio.Blocks():
-        tab = WatchTab(tmp_path, gradio.Dropdown())
+        tab = WatchTab(tmp_path, gradio.Dropdown(), gradio.Tabs())
     assert tab.wanted({tab.run: "cats", tab.earlier: 0})[tab.resume]["visible"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jobs, "_start_process", lambda job: (job.folder / jobs.PROCESS).touch())
