@@ -15,6 +15,8 @@ ELSEWHERE = (
     *("condition_on", "use_cfg", "resume_from_checkpoint", "config", "import_"),
 )
 """Flags that other parts of the page set."""
+FILLED = {"skip_broken_images": "yes"}
+"""Values of fields that are not empty at first: a person who drops pictures cannot remove a broken one on the page."""
 YES = {"yes": True, "no": False}
 """Values of a flag that is on or off."""
 HELP = re.compile(r'^    ([a-z]\w*):.+?^    """(.+?)"""', re.DOTALL | re.MULTILINE)
@@ -40,7 +42,8 @@ def field_of(name: str, kind: object, text: str) -> gr.components.Component:
     parts = (kind, *get_args(kind))
     choices = [str(word) for part in parts if get_origin(part) is Literal for word in get_args(part)]
     choices += YES if bool in parts else ()
-    words = {"label": name.replace("_", " "), "info": text, "elem_id": f"set-{name}", "value": ""}
+    words = {"label": name.replace("_", " "), "info": text, "elem_id": f"set-{name}"}
+    words["value"] = FILLED.get(name, "")
     return gr.Dropdown(["", *choices], **words) if choices else gr.Textbox(**words)
 
 

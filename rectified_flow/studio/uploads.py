@@ -35,6 +35,15 @@ def receive(place: Path, name: str, files: Sequence[Path]) -> Path:
     return folder
 
 
+def take_over(folder: Path, old: Path) -> None:
+    """Move the files of an old folder into another one, at the same places, and remove the old folder."""
+    for file in [each for each in old.rglob("*") if each.is_file()]:
+        target = unused(folder / file.relative_to(old))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        file.rename(target)
+    shutil.rmtree(old)
+
+
 def unpack(file: Path, folder: Path) -> None:
     """Unpack a zip archive with its subfolders, which may be classes, beside the files that are in the folder.
 

@@ -64,7 +64,7 @@ def opened(browser: Any, address: str, **options: Any) -> Iterator[Any]:
     page.on("dialog", lambda dialog: problems.append(dialog.message))
     page.on("request", lambda request: outside.append(request.url) if not request.url.startswith(own) else None)
     page.goto(address)
-    page.wait_for_selector("text=Try it with drawn flowers")
+    page.get_by_role("tab", name="Take away").wait_for()
     yield page
     page.close()
     assert (problems, outside) == ([], [])
@@ -115,9 +115,8 @@ def test_the_way_from_dropped_pictures_to_the_opened_page(browser: Any, tmp_path
         drop(page, zipped(tmp_path / "pets.zip", "cat", HOSTILE.replace("/", "")))
         page.wait_for_selector("text=16 pictures to train on")
         page.get_by_label("class: ").check()
-        page.wait_for_selector("#next", state="hidden")  # the program looks again, with the classes
         page.click("#next")
-        assert "--use_cfg" in page.inner_text("pre")
+        page.wait_for_selector("pre:has-text('--use_cfg')")
         page.click("#start")
         page.wait_for_selector("text=The generator is ready")
         with opened(browser, address, viewport={"width": 390, "height": 844}) as phone:
@@ -128,7 +127,7 @@ def test_the_way_from_dropped_pictures_to_the_opened_page(browser: Any, tmp_path
                 assert phone.evaluate("document.documentElement.scrollWidth <= innerWidth"), tab
             go(phone, "Watch")
             phone.wait_for_selector("text=The generator is ready")
-        go(page, "Play")
+        page.click("#to-play")
         page.get_by_label("labels", exact=True).click()
         page.get_by_role("option", name="cat").click()
         page.click("#draw")
@@ -159,7 +158,6 @@ def test_a_training_outlives_the_studio_and_is_stopped_and_continued(browser: An
             page.wait_for_selector("text=There is a run called pets")
             studio.kill()
         with started(runs) as (new_address, _), opened(browser, new_address) as page:
-            go(page, "Watch")
             page.wait_for_selector("text=/Step [1-9][0-9,]* of 100,000/")
             page.click("#stop")
             page.wait_for_selector("text=/Step [1-9][0-9,]* of 100,000 is saved/")
@@ -283,6 +281,29 @@ def test_a_caption_is_written_and_measurements_are_shown_with_their_scale(browse
         page.click("#draw")
         words = drawn(runs, "pets").words
     assert words[words.index("--prompt") + 1] == "a red dog"
+
+
+def test_pictures_are_added_and_a_broken_one_is_skipped(browser: Any, tmp_path: Path) -> None:
+    runs, broken = tmp_path / "runs", tmp_path / "broken.png"
+    broken.write_text("no picture")
+    with started(runs) as (address, _), opened(browser, address) as page:
+        make_tiny(page)
+        drop(page, zipped(tmp_path / "pets.zip", "cat"))
+        page.wait_for_selector("text=8 pictures to train on")
+        drop(page, zipped(tmp_path / "more.zip", "dog"), broken)
+        page.wait_for_selector("text=16 pictures to train on")
+        page.wait_for_selector("text=/skipped 1 broken image; the first is .*broken.png/")
+        go(page, "Time")
+        page.get_by_label("number input for Minutes to train").fill("20")
+        page.get_by_label("Name of the run").click()
+        page.wait_for_timeout(100)
+        assert page.is_enabled("#start")
+        page.locator(".card:visible", has_text="Planning anew").wait_for()
+        assert page.is_enabled("#start")
+        go(page, "Pictures")
+        page.click("#anew")
+        page.wait_for_selector("text=16 pictures to train on", state="hidden")
+        page.wait_for_selector("#next", state="hidden")
 
 
 def test_a_large_zip_is_unpacked(browser: Any, tmp_path: Path) -> None:
