@@ -32,9 +32,11 @@ WORDS: Mapping[str, tuple[str, str]] = {
 
 PROGRAM = re.compile(r"([\w-]+( [\w-]+)?: )?error: ")
 """What precedes the sentence of an error: the name of the program."""
+BUDGET, SIZE, *_ = command_line({"budget": True, "image_size": True})
 ON_PAGE = {
     "run the same command to resume": "press Resume",
-    f"pass a longer {command_line({'budget': '1h'})[0]}": "train for longer",
+    f"pass a longer {BUDGET}": "train for longer",
+    f"pass a smaller {SIZE}, or a longer {BUDGET}": "train for longer, or with a smaller image size",
 }
 """Advice for a terminal, and the same advice for the page."""
 
