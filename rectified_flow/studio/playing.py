@@ -168,9 +168,10 @@ def settings_of(run: Run) -> dict[str, Component]:
 
 
 def pictures_in(folder: Path) -> list[str]:
-    """Return the samples in a folder of drawn pictures; their grid if the samples are no pictures."""
-    samples = [str(file) for file in sorted(folder.glob("*.png")) if file.name not in (GRID, NEAREST)]
-    return samples or [str(file) for file in folder.glob(GRID)]
+    """Return the samples in a folder of drawn pictures, and the grid of measurements, which shows their scale."""
+    files = sorted(folder.glob("*"))
+    hidden = {NEAREST} if any(file.suffix != ".png" for file in files) else {NEAREST, GRID}
+    return [str(file) for file in files if file.suffix == ".png" and file.name not in hidden]
 
 
 def picture_and_mask(painted: Document) -> tuple[Image.Image, Image.Image]:

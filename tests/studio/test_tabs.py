@@ -202,11 +202,12 @@ def test_a_page_that_is_opened_while_a_run_trains_shows_it(
 
 
 def test_the_gallery_has_the_samples_without_their_grid(tmp_path: Path) -> None:
-    (tmp_path / "grid.png").touch()
-    (tmp_path / "nearest.png").touch()
-    assert pictures_in(tmp_path) == [str(tmp_path / "grid.png")], "measurements have no pictures of their own"
-    (tmp_path / "00000.png").touch()
+    for name in ("grid.png", "nearest.png", "00000.png"):
+        (tmp_path / name).touch()
     assert pictures_in(tmp_path) == [str(tmp_path / "00000.png")]
+    (tmp_path / "00000.npy").touch()
+    assert pictures_in(tmp_path)[1:] == [str(tmp_path / "grid.png")], "it has the scale of measurements"
+    assert pictures_in(tmp_path / "none") == []
 
 
 def test_all_pictures_are_translated_each_time(tmp_path: Path) -> None:
