@@ -15,8 +15,6 @@ from numpy.random import Generator, default_rng
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageEnhance, ImageFilter, ImageFont
 
-from rectified_flow import ImageSource, register
-
 Image.MAX_IMAGE_PIXELS = None
 SIDE, DRAWN = 128, 5_000
 HELD_OUT = 16
@@ -230,26 +228,6 @@ def crops_of(source: Source, picture: Path | bytes | int) -> Iterator[NDArray[np
         image = image.convert("RGBA" if source.crop is crop_drawing else "RGB")
     for _ in range(source.crops):
         yield np.asarray(source.crop(image, rng))
-
-
-@register(role="dataset")
-class Crops(ImageSource):
-    """The training crops that :func:`build` wrote into a folder; the dataset of ``--dataset Crops``.
-
-    Args:
-        folder: the folder with ``training.npy`` and ``sources.json``.
-    """
-
-    def __init__(self, folder: str) -> None:
-        self.name, self._crops = "crops", np.load(Path(folder) / "training.npy", mmap_mode="r")
-        self.fingerprint = str(zlib.crc32((Path(folder) / "sources.json").read_bytes()))
-
-    def __len__(self) -> int:
-        return len(self._crops)
-
-    def load(self, index: int) -> tuple[Image.Image, int]:
-        """Return a crop, which has no label."""
-        return Image.fromarray(self._crops[index]), -1
 
 
 def build(folder: Path, packages: Path, emoji: Path) -> None:

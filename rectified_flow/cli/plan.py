@@ -28,14 +28,14 @@ Size = tuple[int, tuple[str, ...]]
 
 FEW, AUGMENT = 16_000, 0.15  # 1,400 pictures need augmentation in long runs (small_data.md); the limit is a guess
 MIN_TO_HOLD_OUT, HELD_OUT = 125, 30  # of 125 pictures, the 30 that a measurement needs are a quarter
-# Passes over 64 pictures of 16 px until 1% of the samples are copies. On latents of 128 px, 0.4% are copies after 400
-# passes over 30 and 60 pictures, 11% and 12% after 800, and 1.2% after 1,000 with augmentation (small_data.md)
-PASSES, AUGMENTED_PASSES = 400, 1000
+# Passes over the pictures until 1% or 2% of the samples are copies, on pixels (64 pictures of 16 px) and on latents (30
+# and 60 pictures of 128 px), without augmentation and with it (small_data.md)
+PASSES = {"pixels": (400, 1000), "latents": (200, 500)}
 UNAUGMENTED_PASSES = 50  # no copies of 64 to 1,400 pictures without augmentation (small_data.md)
 AUGMENTED_LENGTH = 2.5  # times the longest run on latents without augmentation, to be as good (small_data.md)
 # Smallest limit of the number of images, since a network learns too little in a shorter run on any number of pictures:
-# on pixels, and on latents, with augmentation and without it (small_data.md)
-MIN_LIMIT, MIN_LIMIT_OF_LATENTS = 192_000, {True: 22_000, False: 12_000}
+# on pixels, and on latents, without augmentation and with it (small_data.md)
+MIN_LIMITS = {"pixels": (192_000, 192_000), "latents": (6_000, 15_000)}
 MIN_IMAGES = 4_000  # the shortest measured run whose samples look like pictures had 4,800 images (budget.md)
 SIZES: Mapping[Size, int] = {  # images from which a size and its --autoencoder give better pictures than the next entry
     (256, ("small",)): 400_000,  # a guess: four times the images of an hour at 128 px
@@ -48,7 +48,7 @@ MOST_FASTER = 1.5  # assumed bound: how many times as fast per pixel a size is a
 MIN_SHARE_OF_SIDE = 0.75  # smallest ratio of the side of the pictures to the chosen size; a guess
 STARTER_DIMS = {False: 32, True: 48}  # --dim of the starters for pixels and for latents
 STARTER_SIDES = {"pixels": range(32, 2**14 + 1), "small": range(32)}  # where half of the weights or more fit
-WIDER_THAN_STARTER = {False: 0, True: 1_000_000}  # images for more channels; the starter for latents had 864,000
+WIDER_THAN_STARTER = {False: 0, True: 10_000_000}  # images for more channels, as many as the starter for latents had
 MIN_SIDE = 8  # least side of pictures [px]
 LATENT_MULTIPLE = 16  # number that divides the sides of pictures whose latents suit a network of two levels [px]
 UNET_FLAGS = ("dim", "dim_mults", "dropout")  # arguments of the Unet that are flags of their own
@@ -275,7 +275,7 @@ def choose_size(
         few = for_pictures(pictures, augmentable=augmentable(size, autoencoder)).get("augment", 0.0)
         unaugmented = limit_of(pictures, 0.0, latents=True)
         enough = AUGMENTED_LENGTH * unaugmented if autoencoder else UNAUGMENTED_PASSES * pictures
-        copies = bool(autoencoder) and min(fitting, unaugmented) > PASSES * pictures
+        copies = bool(autoencoder) and min(fitting, unaugmented) > passes_of(0.0, latents=True) * pictures
         augment = few if copies or fitting > enough else 0.0
         if augment and autoencoder:  # each step then encodes its pictures
             slower = TRAINED_SHARE * seconds * rate_of(size, autoencoder, augment)
@@ -303,15 +303,15 @@ def settings_of(facts: Facts, trial: Trial) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name not in facts.fixed}
 
 
-def passes_of(augment: float) -> int:
+def passes_of(augment: float, *, latents: bool) -> int:
     """Return the number of passes over the pictures after which the network memorises them."""
-    return AUGMENTED_PASSES if augment else PASSES
+    return PASSES["latents" if latents else "pixels"][augment > 0]
 
 
 def limit_of(pictures: int, augment: float, *, latents: bool) -> int:
     """Return the largest number of training images, repeats included, for a number of pictures."""
-    least = MIN_LIMIT_OF_LATENTS[augment > 0] if latents else MIN_LIMIT
-    return max(least, passes_of(augment) * pictures)
+    least = MIN_LIMITS["latents" if latents else "pixels"][augment > 0]
+    return max(least, passes_of(augment, latents=latents) * pictures)
 
 
 def network_flags(kind: type[Network], width: int, sides: Sequence[int]) -> dict[str, Any]:
@@ -468,7 +468,7 @@ def _uses_of_time(facts: Facts, images: int, samples: int, speed: Speed) -> dict
 
 def _why_so_long(facts: Facts, images: int, left: float, fitting: float) -> str:
     """Explain the planned number of images; ``left`` is the time that the run leaves unused [s]."""
-    passes, is_limited = passes_of(facts.augment), fitting > 1.01 * facts.limit
+    passes, is_limited = passes_of(facts.augment, latents=facts.latents), fitting > 1.01 * facts.limit
     if not facts.calls and images > 1.01 * passes * facts.pictures:
         done = images / facts.pictures
         reason = f"{done:,.0f} passes; after {passes:,}, samples become copies of the pictures"
