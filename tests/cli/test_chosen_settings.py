@@ -97,14 +97,14 @@ def test_the_size_of_the_pictures(side: int, rate: float, words: str, chosen: tu
 @pytest.mark.parametrize(
     ("count", "rate", "words", "augment"),
     [
-        *((60, 40, "", 0.15), (60, 40, "--image_size 128", 0.15), (60, 15, "", 0)),  # 130,000 and 49,000 images
+        *((60, 40, "", 0.15), (60, 40, "--image_size 128", 0.15), (60, 8, "", 0)),  # 130,000 and 26,000 images
         *(
             (2000, 40, "", 0),
             (20_000, 1e3, "", 0),
-            (30, 9, "", 0),
-            (30, 10, "", 0.15),
+            (30, 4.5, "", 0),
+            (30, 5, "", 0.15),
             (20, 3, "", 0.15),
-            (20, 2, "", 0),
+            (20, 1.2, "", 0),
         ),
         *((60, 40, "--autoencoder small --image_size 128", 0.15), (60, 40, "--augment 0", 0)),
         *((60, 40, "--autoencoder small --train_num_steps 9", 0), (60, 40, "--init_from starter", 0)),
@@ -113,21 +113,21 @@ def test_the_size_of_the_pictures(side: int, rate: float, words: str, chosen: tu
 def test_few_large_pictures_are_augmented_before_they_are_encoded(
     count: int, rate: float, words: str, augment: float
 ) -> None:
-    """On 60 pictures, a run without augmentation ends after 24,000 images; an augmented one needs 2.5 times as many.
+    """On 60 pictures, a run without augmentation ends after 12,000 images; an augmented one needs 2.5 times as many.
 
-    On 20 pictures, a run of more than 8,000 images would copy them without augmentation.
+    On 20 pictures, a run of more than 4,000 images would copy them without augmentation.
     """
     with patch.object(facts, "measure_speed", lambda *_: Speed(rate)):
         assert recipe_of(words, OwnPictures([(300, 300)] * count)).data.augment == augment
 
 
 @pytest.mark.parametrize(
-    ("count", "side", "images"), [(9, 128, 22_000), (200, 128, 200_000), (399, 128, 399_000), (401, 256, 401_000)]
+    ("count", "side", "images"), [(9, 128, 15_000), (200, 128, 100_000), (799, 128, 399_500), (801, 256, 400_500)]
 )
 def test_the_size_depends_on_the_images_that_the_run_may_process(
     count: int, side: int, images: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A run on augmented latents ends after 1,000 passes over the pictures, or 22,000 images; 256 px need 400,000."""
+    """A run on augmented latents ends after 500 passes over the pictures, or 15,000 images; 256 px need 400,000."""
     with patch.object(facts, "measure_speed", lambda *_: Speed(1e3)):
         assert recipe_of("", OwnPictures([(300, 300)] * count)).data.image_size == side
     assert f"about {images:,} images in 60 minutes" in capsys.readouterr().out
