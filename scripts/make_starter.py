@@ -36,8 +36,8 @@ def with_small_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return weights of a Unet of the same function, whose filters are about ``SIZE`` times as large as random ones.
 
     Filters grow during a long training. A step of Muon has a fixed size, so that a run from large filters learns
-    slowly. The first filters of a block may be smaller, since a normalisation follows. What all layers add to the
-    activations may be smaller by one factor, since each layer reads normalised activations.
+    slowly. The first filters of a block may be smaller, since a normalisation follows. The outputs that layers
+    add to the activations may shrink by a common factor, since each layer reads normalised activations.
     """
     sizes = {name: relative_size(value) for name, value in weights.items() if re.search(r"conv[12]\.weight", name)}
     added = [size for name, size in sizes.items() if name.endswith("conv2.weight")]

@@ -5,8 +5,8 @@
     python -m studies.judging_sets --packages packages --emoji FOLDER --output_dir sets
     export STUDIES_DATA=$PWD/sets
 
-No weights of the package were trained on ``photographs`` and ``cut-outs``. The starter for latents has seen most of
-``emoji`` and ``people``. The same program writes the same files each time.
+No weights of the package were trained on ``photographs`` and ``cut-outs``. The starter for latents was trained
+on most of ``emoji`` and ``people``, and many of ``landscapes``. The same program writes the same files each time.
 """
 
 import math
@@ -24,7 +24,7 @@ from PIL import Image, ImageStat
 SIDE, COUNT, LARGEST = 128, 500, 1024
 """Side of the pictures [px], their number, and the largest side of a crop [px]."""
 FLAT, TRIES = 12.0, 20
-"""A crop whose grey values have a smaller standard deviation is drawn again, at most so often."""
+"""A crop whose grey values have a smaller standard deviation is drawn again, at most ``TRIES`` times."""
 SMALLEST = 72
 """Least long side of a stamp [px]."""
 COINS = re.compile("symbols/money/[a-z]")

@@ -31,7 +31,7 @@ MIN_LONG, MIN_SHORT = 96, 128
 HELD_OUT = 16
 """One picture in so many is for figures only."""
 QUALITY = 85
-"""Of the reduced pictures, which are stored as WebP."""
+"""Quality of the reduced pictures, which are stored as WebP."""
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,13 @@ The sources are read from packages that are unpacked into one folder:
     apt-get download endless-sky-data gcompris-qt-data ukui-wallpapers openclipart-png gnome-backgrounds \
         mate-backgrounds plasma-workspace-wallpapers 0ad-data && for each in *.deb; do dpkg -x $each packages; done
 
-Those above are of Debian 12. These are of Debian's sid (in November 2026), in a folder of their own within the first:
+The packages above are from Debian 12, the following ones from Debian sid (November 2026), unpacked into a subfolder:
 
     apt-get download budgie-backgrounds redeclipse-data supertuxkart-data ukui-wallpapers \
         && for each in *.deb; do dpkg -x $each packages/sid; done
     for each in packages/sid/usr/share/backgrounds/budgie/*.jxl; do djxl $each ${each%.jxl}.png; done
 
-One is of PyPI, and is unpacked into packages/pypi/scikit-image:
+One package is from PyPI, and is unpacked into packages/pypi/scikit-image:
 
     pip download scikit-image==0.16.2 --no-deps --only-binary=:all: --python-version 3.7 --abi cp37m \
         --platform manylinux1_x86_64 && unzip scikit_image-*.whl -d packages/pypi/scikit-image
@@ -98,7 +98,7 @@ class Picture:
     content: Path | bytes | int
     """Its file, its bytes, or the seed of a picture drawn by program."""
     is_opaque: bool = False
-    """Whether its alpha says something else than what is transparent."""
+    """Whether its alpha channel is something other than opacity."""
 
     def open(self) -> Image.Image:
         """Return the picture as RGB, or as RGBA if it has transparent parts."""
@@ -253,7 +253,7 @@ def zero_ad(packages: Path, folder: str, is_opaque: bool) -> list[Picture]:
 
 
 def textures(packages: Path, game: str, pattern: str, wanted: Callable[[str], bool]) -> list[Picture]:
-    """Return free textures of a game, those whose names under ``data`` are wanted, and each once."""
+    """Return the distinct textures of a game with free licences and wanted names under ``data``."""
     root = packages / "usr/share/games" / game
     terms = read_terms(packages / f"usr/share/doc/{game}-data/copyright")
     found = dict[bytes, Picture]()

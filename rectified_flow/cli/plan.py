@@ -28,8 +28,8 @@ Size = tuple[int, tuple[str, ...]]
 
 FEW, AUGMENT = 16_000, 0.15  # 1,400 pictures need augmentation in long runs (small_data.md); the limit is a guess
 MIN_TO_HOLD_OUT, HELD_OUT = 125, 30  # of 125 pictures, the 30 that a measurement needs are a quarter
-# Passes over the pictures until 1% of the samples are copies on pixels (64 pictures of 16 px), and 4% to 6% on latents
-# (60 and 30 pictures of 128 px), without augmentation, and with it, on latents a guess (small_data.md)
+# Most passes over the pictures, without augmentation and with it. After them, 1% of the samples are copies on pixels
+# (64 pictures of 16 px), and 4% to 6% on latents (60 and 30 of 128 px); 500 is a guess (small_data.md)
 PASSES = {"pixels": (400, 1000), "latents": (200, 500)}
 UNAUGMENTED_PASSES = 50  # no copies of 64 to 1,400 pictures without augmentation (small_data.md)
 AUGMENTED_LENGTH = 2.5  # times the longest run on latents without augmentation, to be as good (small_data.md)

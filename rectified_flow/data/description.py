@@ -91,7 +91,7 @@ class Sources:
 
     def add_to(self, pictures: ImageDataset, like: Pictures, seed: int) -> ImageDataset:
         """Return the pictures with their sources, which are framed ``like`` the pictures."""
-        existing_folder("source_path", self.path)  # its own name: the sources are described like the pictures
+        existing_folder("source_path", self.path)  # so that an error names `source_path`, not `dataset_path`
         source = self.described(like).open()
         if not self.paired:
             return pictures.changed(source=source, seed=seed)

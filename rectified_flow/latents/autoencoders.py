@@ -44,7 +44,7 @@ class Autoencoder(ABC):
     """Whether a training step can encode its pictures, after it has augmented them, instead of reading stored latents.
     ``encode`` must then return no standard deviation, and cost little beside the step."""
     pixels_at_once: ClassVar[Mapping[str, int]] = {}
-    """Pixels that are encoded or decoded at once by type of device, where the default would leave it idle."""
+    """Pixels encoded or decoded at once, by device type, where the default would leave the device idle."""
 
     @abstractmethod
     def encode(self, pictures: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -73,7 +73,7 @@ def open_page(flags: PageConfig, *, inline: bool = False) -> None:
 def sandboxed(app: "ASGIApp", runs: Path) -> "ASGIApp":
     """Wrap the application of the page: no file runs a script at the address of the studio, except for exports.
 
-    If the disk is full, the page shows a sentence in place of the number of an error.
+    If the disk is full, the page shows an error message in place of a status code.
     """
     from starlette.responses import PlainTextResponse
 

@@ -240,7 +240,7 @@ class Clock:
         return self.pace(pace.planned)
 
     def _repeats(self, step: int) -> bool:
-        """Return whether the run was killed after a change that is still to come, or was made at this step."""
+        """Return whether a recorded change, after which the run was killed, is at this step or a later one."""
         return bool(self.changes) and step <= self.changes[-1][0]
 
     @property

@@ -91,7 +91,7 @@ def muon(
         {"params": by_kind[True], "momentum": momentum, "update_size": update_size},
         {"params": by_kind[False], "betas": betas},
     ]
-    # A processor does not wait for itself, and the kernels that are not fused keep the rounding of earlier runs.
+    # A CPU needs no synchronization, and its unfused kernels keep the rounding of earlier runs.
     fused = fused and all(parameter.is_cuda for group in groups for parameter in group["params"])
     return Muon([group for group in groups if group["params"]], lr=lr, weight_decay=weight_decay, fused=fused)
 
@@ -114,7 +114,7 @@ class Muon(torch.optim.Optimizer):
             with its own arguments.
         lr: learning rate of all groups.
         weight_decay: decoupled weight decay of all groups.
-        fused: update the other parameters by one kernel, and skip the steps that ``found_inf`` marks, without a wait.
+        fused: use the fused AdamW, and skip steps marked by ``found_inf`` without synchronizing with the GPU.
     """
 
     found_inf: Tensor | None = None

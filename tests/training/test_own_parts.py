@@ -213,7 +213,7 @@ def test_muon_updates_matrices_by_a_fixed_size_and_the_rest_as_adamw() -> None:
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_muon_of_a_gpu_skips_bad_gradients_by_itself(decay: float) -> None:
-    """Fused, as on a GPU, it takes the same good steps as without, and a bad one, the first or a later one, is none."""
+    """Fused Muon takes the same good steps as unfused Muon, and a bad step, first or later, changes nothing."""
     torch.manual_seed(0)
     shapes = {"conv.weight": (16, 8, 3, 3), "other.weight": (16, 72), "small.weight": (9, 30), "conv.bias": (16,)}
     values = {name: torch.randn(shape) for name, shape in shapes.items()}
