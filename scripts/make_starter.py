@@ -26,7 +26,7 @@ from rectified_flow.runs.folder import read_config
 
 FLAGS = ("network", "dim", "dim_mults", "dropout", "prediction")
 """Flags that describe the network and its output."""
-ADDS = re.compile(r"conv_in\.|.*(conv2|attention\.out)\.|.*skip\.bias")
+ADDS = re.compile(r"conv_in\.|.*_embedding\.conv\.|.*(conv2|attention\.out)\.|.*skip\.bias")
 """Weights of a Unet whose products are added to its activations."""
 SIZE = 4.0
 """Size of the filters of a starter, relative to random ones (docs/measurements/budget.md)."""

@@ -91,6 +91,8 @@ class Flags:
     def folder(self) -> Path:
         """Folder of the run."""
         words = [f"{self.dim}", *map(str, self.dim_mults), f"{self.images}", *(f"no-{name}" for name in self.without)]
+        others = {"minutes": self.minutes, "views": self.views, "batch": self.batch_size, "seed": self.seed}
+        words += [f"{name}{value}" for name, value in others.items() if value is not None]
         return self.state / "runs" / "-".join(words)
 
 
@@ -161,7 +163,8 @@ def train(flags: Flags) -> None:
         "prediction": "velocity",
         "autoencoder": ["small"],
     }  # what scripts/make_starter.py and --init_from read
-    clock = None if flags.minutes is None else Clock(60 * flags.minutes, steps, began=began)
+    known = None if flags.minutes is None else Clock.resumed(flags.folder, began=began)
+    clock = None if flags.minutes is None else known or Clock(60 * flags.minutes, steps, began=began)
     trainer = Trainer(build_flow(flags, data), data, config, flags=recorded, clock=clock)
     if not trainer.train():
         raise SystemExit(f"{flags.folder} was asked to stop, and is saved")

@@ -29,7 +29,7 @@ from rectified_flow.cli.training_flags import (
 )
 from rectified_flow.data.sources.synthetic_flowers import SYNTHETIC_FLOWERS
 from rectified_flow.distributed import on_main
-from rectified_flow.errors import UsageError
+from rectified_flow.errors import RunError, UsageError
 from rectified_flow.flows.flow import Flow
 from rectified_flow.load import autocast
 from rectified_flow.networks.network import Network, to_device
@@ -87,7 +87,7 @@ def time_recorded(run: TrainingConfig, clock: Clock | None) -> Iterator[None]:
     has_ended, has_plan = Event(), run.train_num_steps is not None
 
     def write() -> None:
-        with suppress(OSError):  # a full or slow disk
+        with suppress(OSError, UsageError, RunError):  # a full or slow disk
             prepare_folders(run)
             clock.write(run.output_dir, run.train_num_steps or 0, durable=False)
 

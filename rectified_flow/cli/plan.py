@@ -208,7 +208,9 @@ def plan(facts: Facts, measure: Measure) -> Plan:
     settings |= {"train_num_steps": steps, "num_epochs": None, "lr_warmup_steps": max(10, steps // 50)}
     settings |= {"ema_decay": min(round(1 - 1 / max(10.0, EMA_SHARE * steps), 5), MAX_EMA_DECAY)}
     settings |= {"teacher_samples": samples} if facts.calls else {}
-    parts = _micro_batches(facts, trial, speed)
+    if not (parts := _micro_batches(facts, trial, speed)):
+        text = f"a step of {trial.batch:,} images does not fit into the memory ({speed.memory / 1e9:.1f} GB)"
+        raise UsageError(f"{text}: lower --image_size or --batch_size")
     settings |= {"batch_size": trial.batch // (facts.processes * parts)} if parts > 1 else {}
     speed = speed._replace(memory=speed.memory / parts)
     reasons = _reasons(facts, settings, speed, why_network, trial.batch, fitting)

@@ -38,7 +38,7 @@ from rectified_flow.flags import recorded
 from rectified_flow.flows.flow import Flow
 from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
-from rectified_flow.runs.folder import CLOCK_FILE, check_start, describe_run, prepare_folders, write_config
+from rectified_flow.runs.folder import check_start, describe_run, prepare_folders, write_config
 from rectified_flow.runs.training_config import TrainingConfig
 from rectified_flow.spaces.space import with_augmentation
 from rectified_flow.system.signals import stop_requested
@@ -90,8 +90,8 @@ def one_step_of(
     flags = handed_on(given) | {"teacher": run.output_dir, "output_dir": run.output_dir / "one-step", "seed": run.seed}
     if run.checkpoint_dir is not None:
         flags["checkpoint_dir"] = run.checkpoint_dir / "one-step"
-    if is_new or not (run.output_dir / "one-step" / CLOCK_FILE).exists():
-        flags["budget"] = time_text(min(max(2 * half - spent, half / 5), half))
+    known = None if is_new else Clock.resumed(run.output_dir / "one-step")
+    flags["budget"] = time_text(min(max(2 * half - spent, half / 5), half) if known is None else known.asked)
     return Settings(OneStepConfig, {"given": flags})
 
 

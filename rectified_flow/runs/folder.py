@@ -288,7 +288,8 @@ def choose_checkpoint(config: TrainingConfig, run: RunIdentity, flow: Block) -> 
     before = checkpoint.load_state(path).run
     if run.dataset != before.dataset:
         raise UsageError(
-            f"{path} was trained on other data, at another size or with another `holdout`: choose another `output_dir`"
+            f"{path} was trained on other data, at another size or with another `holdout` (files that a .manifest.json"
+            " names are left out, remove it to read them): choose another `output_dir`"
         )
     for name in ("seed", "global_batch", "precision"):
         then, now = getattr(before, name), getattr(run, name)

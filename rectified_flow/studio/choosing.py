@@ -12,7 +12,7 @@ from rectified_flow.registry import Document
 from rectified_flow.studio import commands, jobs, views
 from rectified_flow.studio.events import Values, act, file_shown
 from rectified_flow.studio.further import further_fields, value_of
-from rectified_flow.studio.runs import document, run_names
+from rectified_flow.studio.runs import Run, document, run_names
 from rectified_flow.studio.uploads import receive, take_over, unused
 
 CLASSES = "="
@@ -88,6 +88,7 @@ class ChooseTabs:
         old, kept = None if before is None else Path(before.choices["folder"]), Document()
         dropped = {each for each in folder.parent.iterdir() if not each.is_symlink()}
         used = [word for job in jobs.jobs(self.runs, "train") for word in job.words]
+        used += [str(Run(self.runs, name).flags.get("dataset_path")) for name in run_names(self.runs)]
         if old in dropped and str(old) not in used:
             take_over(folder, old)
             kept = {"name": values[self.name]}

@@ -169,7 +169,7 @@ def settings_of(run: Run) -> dict[str, Component]:
 
 def pictures_in(folder: Path) -> list[str]:
     """Return the samples in a folder of drawn pictures, and the grid of measurements, which shows their scale."""
-    files = sorted(folder.glob("*"))
+    files = sorted(folder.glob("[!.]*"))  # without the manifest and the lock
     hidden = {NEAREST} if any(file.suffix != ".png" for file in files) else {NEAREST, GRID}
     return [str(file) for file in files if file.suffix == ".png" and file.name not in hidden]
 

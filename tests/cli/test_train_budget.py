@@ -24,8 +24,10 @@ from rectified_flow.cli.settings import read_settings
 from rectified_flow.cli.train import train as run_training
 from rectified_flow.cli.training_flags import TrainConfig
 from rectified_flow.data import store_writer
+from rectified_flow.errors import UsageError
 from rectified_flow.load import load_flow
 from rectified_flow.runs.folder import read_config
+from rectified_flow.runs.training_config import TrainingConfig
 from rectified_flow.system.signals import defer_signals, stop_on_signals
 from rectified_flow.system.terminal import duration
 from rectified_flow.training.clock import Clock
@@ -138,6 +140,30 @@ def test_time_that_was_spent_on_reading_counts_after_a_kill(pictures: Path, tmp_
     [said] = run_on_ranks(1, printed, words, True)
     assert f"clock       {duration(used)} of the budget had been used before the run was killed" in said
     assert json.loads(clock.read_text())["used"] > used
+
+
+def test_time_is_recorded_again_once_the_disk_has_room(tmp_path: Path) -> None:
+    calls, run = list[int](), TrainingConfig(output_dir=tmp_path)
+
+    def full_at_first(config: TrainingConfig) -> None:
+        calls.append(1)
+        if len(calls) < 3:
+            raise UsageError("there is no space")
+
+    quick, full = patch.object(facts, "RECORD_EVERY", 0.01), patch.object(facts, "prepare_folders", full_at_first)
+    with quick, full, facts.time_recorded(run, Clock(60.0)):
+        while not (tmp_path / "clock.json").exists():
+            time.sleep(0.01)
+    assert len(calls) >= 3
+
+
+def test_a_generator_that_was_killed_before_it_began_keeps_its_part_of_the_budget(tmp_path: Path) -> None:
+    (tmp_path / "one-step").mkdir()
+    Clock(100.0, used=5.0).write(tmp_path / "one-step", 0)
+    settings = train_module.one_step_of(TrainingConfig(output_dir=tmp_path), {}, 150.0, spent=20.0)
+    assert facts.budget_of(settings.values.program) == 100
+    new = train_module.one_step_of(TrainingConfig(output_dir=tmp_path), {}, 150.0, spent=160.0, is_new=True)
+    assert facts.budget_of(new.values.program) == 140
 
 
 def test_the_recorded_flags_give_the_same_run(pictures: Path, tmp_path: Path) -> None:
