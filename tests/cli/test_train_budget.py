@@ -205,8 +205,8 @@ def test_a_run_that_starts_from_another_has_its_network(pictures: Path, tmp_path
 
 
 def test_large_pictures_are_trained_on_as_latents_from_the_starter(tmp_path: Path) -> None:
-    # 5,400 images are fewer than 400 passes over 14 pictures, so that the run is not augmented.
-    for number, pixels in enumerate(np.random.default_rng(0).integers(256, size=(14, 3, 3, 3), dtype=np.uint8)):
+    # 5,400 images are fewer than 200 passes over 28 pictures, so that the run is not augmented.
+    for number, pixels in enumerate(np.random.default_rng(0).integers(256, size=(28, 3, 3, 3), dtype=np.uint8)):
         (tmp_path / "pictures").mkdir(exist_ok=True)
         smooth = Image.fromarray(pixels).resize((150, 130), Image.Resampling.BICUBIC)  # the autoencoder spoils noise
         smooth.save(tmp_path / f"pictures/{number}.png")
