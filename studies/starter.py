@@ -32,11 +32,26 @@ from rectified_flow.training.clock import Clock
 from studies.starter_views import VIEW, Views
 
 MIXTURE: Mapping[str, float] = {
-    **{"openclipart": 0.15, "emoji": 0.1, "drawn": 0.07, "words": 0.02},
-    **{"plasma": 0.03, "ukui": 0.01, "gnome": 0.01, "mate": 0.01},
-    **{"land": 0.13, "things": 0.09, "budgie": 0.03, "kylin": 0.02, "samples": 0.01},
-    **{"terrain": 0.03, "walls": 0.03, "tracks": 0.02, "skies": 0.01, "plants": 0.04},
-    **{"renders": 0.15, "sprites": 0.04},
+    "openclipart": 0.15,
+    "emoji": 0.1,
+    "drawn": 0.07,
+    "words": 0.02,
+    "plasma": 0.03,
+    "ukui": 0.01,
+    "gnome": 0.01,
+    "mate": 0.01,
+    "land": 0.13,
+    "things": 0.09,
+    "budgie": 0.03,
+    "kylin": 0.02,
+    "samples": 0.01,
+    "terrain": 0.03,
+    "walls": 0.03,
+    "tracks": 0.02,
+    "skies": 0.01,
+    "plants": 0.04,
+    "renders": 0.15,
+    "sprites": 0.04,
 }
 """Share of the views of each source."""
 BATCH, RATE, WEIGHT_DECAY, AVERAGED, WARMUP = 2048, 3e-3, 0.05, 0.04, 50
@@ -73,7 +88,7 @@ class Flags:
     batch_size: int = BATCH
     """Images of a step."""
     compile: bool = False
-    """Compile the loss, which takes a minute and makes steps on a GPU faster."""
+    """Compile the loss, which takes more than a minute at the start."""
     seed: int = 0
     """Seed of weights, order and noise."""
 

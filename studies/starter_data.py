@@ -36,7 +36,7 @@ QUALITY = 85
 
 @dataclass(frozen=True)
 class Plan:
-    """What a source has, and how large its pictures are stored."""
+    """The kind of the pictures of a source, and the size at which they are stored."""
 
     kind: Kind
     side: int = 512

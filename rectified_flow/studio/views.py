@@ -31,7 +31,7 @@ WORDS: Mapping[str, tuple[str, str]] = {
 
 
 PROGRAM = re.compile(r"([\w-]+( [\w-]+)?: )?error: ")
-"""What precedes the sentence of an error: the name of the program."""
+"""The name of the program and the word that precede the message of an error."""
 BUDGET, SIZE, *_ = command_line({"budget": True, "image_size": True})
 ON_PAGE = {
     "run the same command to resume": "press Resume",

@@ -148,7 +148,7 @@ def test_by_products_of_systems_are_left_out_and_counted(tmp_path: Path) -> None
 
 
 def test_files_that_programs_wrote_are_left_out_and_counted(tmp_path: Path) -> None:
-    """In a folder of pictures, and in a folder of a run within it. Files that no manifest lists are the user's."""
+    """Manifests count in the folder of pictures and in that of a run within it; other files are the user's."""
     for name in ("cat/1.jpg", "dog/1.jpg", "dog/samples/mine.jpg"):
         picture(tmp_path / name)
     for name in ("cat/data.png", "cat/config.json", "dog/samples/step_00000002.png", "runs/a/generated/00000.png"):

@@ -102,7 +102,7 @@ def draft(tabs: ChooseTabs, tmp_path: Path) -> jobs.Job:
 
 
 def shown(tabs: ChooseTabs, draft: jobs.Job | None, **choices: object) -> Values:
-    """What the tabs show of a draft."""
+    """Return the values that the tabs show for a draft."""
     return tabs.wanted(chosen(tabs, **choices) | {tabs.draft: draft})
 
 
