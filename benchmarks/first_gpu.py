@@ -35,7 +35,7 @@ from turns import describe_machine, synchronized
 
 from rectified_flow.cli import build
 from rectified_flow.cli.data import build_space
-from rectified_flow.cli.plan import AUGMENT
+from rectified_flow.cli.planning.limits import AUGMENT
 from rectified_flow.cli.settings import Settings
 from rectified_flow.cli.train import train as run_training
 from rectified_flow.cli.training_flags import DataConfig, FlowConfig, NetworkConfig, OneStepConfig, TrainConfig

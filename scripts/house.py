@@ -110,7 +110,7 @@ def main() -> None:
     package = files_in(PACKAGE)
     code = sum(map(code_lines, package))
     raising = sum(isinstance(node, ast.Raise | ast.ExceptHandler) for node in nodes_of(package))
-    elsewhere = [path for path in package if path.parent.name != "cli"]
+    elsewhere = [path for path in package if not path.is_relative_to(ROOT / PACKAGE / "cli")]
     table = {
         "package: files, lines, code lines": f"{len(package)}, {lines_in(PACKAGE):,}, {code:,}",
         "imports of the package, a file": f"{sum(len(imports_of(path)) for path in package) / len(package):.1f}",

@@ -16,11 +16,12 @@ from accelerate import PartialState
 from PIL import Image
 from torch import Tensor
 
-from rectified_flow.cli import choices, facts, programs
+from rectified_flow.cli import programs, timing
 from rectified_flow.cli.data import build_space
 from rectified_flow.cli.evaluate import evaluate
 from rectified_flow.cli.export import export
 from rectified_flow.cli.model_flags import EvaluateConfig, ExportConfig, SampleConfig
+from rectified_flow.cli.planning import choices, facts
 from rectified_flow.cli.record import with_record
 from rectified_flow.cli.sample import sample
 from rectified_flow.cli.settings import Settings, parse, read_settings
@@ -68,7 +69,7 @@ def constant_speed(rate: float = 300.0, *, measured: bool = False, timed: bool =
 
     with patch.object(facts, "training_speed", speed), ExitStack() as patched:
         if not timed:
-            patched.enter_context(patch.object(facts, "seconds_since", lambda _began: 0.0))
+            patched.enter_context(patch.object(timing, "seconds_since", lambda _began: 0.0))
             patched.enter_context(patch.object(Clock, "tick", lambda *_: False))
             patched.enter_context(patch.object(Clock, "used_before", lambda *_, **__: 0.0))
         yield
@@ -140,12 +141,12 @@ def planned(settings: Settings[TrainConfig], count: int, rate: Callable[[TrainCo
     speed = lambda tried, *_: Speed(rate(tried.values))  # noqa: E731
     with (
         patch.object(choices, "speed_of", speed),
-        patch.object(facts, "seconds_since", lambda _began: 0.0),
+        patch.object(timing, "seconds_since", lambda _began: 0.0),
         patch.object(facts, "is_bf16_faster", lambda: True),
     ):
         values = settings.values
         has_length = "train_num_steps" in settings.fixed
-        time = facts.budget_of(values.program) if values.is_planned and not has_length else None
+        time = timing.budget_of(values.program) if values.is_planned and not has_length else None
         if values.is_planned and values.teacher.teacher is None:
             settings = choices.with_recipe(settings, Sizes([(256, 256)] * count), time)
         space = build_space(settings.values.data)

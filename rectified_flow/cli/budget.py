@@ -1,6 +1,6 @@
 """Parsing of durations such as ``90s``, ``45 min``, ``1h30m`` or ``1.5 hours``. Imports no torch.
 
-The length of a run is chosen by :mod:`rectified_flow.cli.plan`.
+The length of a run is chosen by :mod:`rectified_flow.cli.planning.plan`.
 """
 
 import re

@@ -35,7 +35,6 @@ def build_callbacks(
     data: OpenData,
     words: Sequence[str],
     pictures: ImageDataset | None,
-    choices: Sequence[str],
 ) -> list[Callback]:
     """Return the callbacks of a run: the sheet of the data, the held-out loss, distances of samples, and copies.
 
@@ -46,9 +45,8 @@ def build_callbacks(
         data: the data of the run.
         words: sentences about the data.
         pictures: the pictures that are trained on; None for the data of a teacher, and for items of a dataset.
-        choices: sentences about settings that the run has chosen by the pictures.
     """
-    callbacks: list[Callback] = [DataSheetHook(words, pictures, choices)]
+    callbacks: list[Callback] = [DataSheetHook(words, pictures, data.choices)]
     training, held_out = data.divide(data.rows)
     if held_out is not None:
         callbacks.append(build_heldout_hook(run, flags, training, held_out))

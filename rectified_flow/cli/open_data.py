@@ -1,13 +1,14 @@
 """The data of a run, open: pictures or items, their rows as the space stores them, and the rows that are held out."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from accelerate import PartialState
 
-from rectified_flow.cli import plan
 from rectified_flow.cli.data import build_space
 from rectified_flow.cli.distill import DistillationData
+from rectified_flow.cli.planning.limits import MIN_TO_HOLD_OUT, proposed_share
 from rectified_flow.cli.training_flags import DataConfig
 from rectified_flow.condition import ConditionSpecs
 from rectified_flow.data.description import PictureData, RunData, with_sources
@@ -30,6 +31,7 @@ class OpenData:
             and if latents are encoded in each step.
         space: the space of the rows.
         split: the rows on either side of the split, if some are held out.
+        choices: sentences about settings that the run chose by the pictures when it began.
     """
 
     description: RunData
@@ -37,6 +39,7 @@ class OpenData:
     rows: Any
     space: Space
     split: Split | None = None
+    choices: Sequence[str] = ()
 
     @property
     def count(self) -> int:
@@ -54,7 +57,7 @@ class OpenData:
         """Whether the run cannot measure a loss on held-out pictures, since there are too few pictures for it."""
         if self.split is not None or not isinstance(self.description, PictureData):
             return False
-        return self.count < plan.MIN_TO_HOLD_OUT or self.description.holdout > 0
+        return self.count < MIN_TO_HOLD_OUT or self.description.holdout > 0
 
     def divide(self, dataset: Any) -> tuple[Any, Any]:
         """Return the training part of the items or of the rows, and the held-out part or None."""
@@ -67,6 +70,7 @@ def open_data(
     flags: DataConfig,
     distilled: DistillationData | None,
     *,
+    choices: Sequence[str] = (),
     split_is_given: bool,
     stops: bool,
     recorded: Space | None,
@@ -79,6 +83,7 @@ def open_data(
         found: the files of the data, or another dataset.
         flags: the flags of the pictures.
         distilled: the data of a teacher, if there is one. They are generated later, and nothing is held out of them.
+        choices: sentences about settings that the run chose by the pictures.
         split_is_given: whether the user gave the share to hold out.
         stops: whether the run stops when it memorises.
         recorded: the space that the run has recorded, if it has begun.
@@ -98,9 +103,9 @@ def open_data(
         split = hold_out_pictures(items, description.holdout, description.seed, is_given=split_is_given, stops=stops)
     items = with_sources(items, description, space)
     if distilled is not None or not stores:
-        return OpenData(description, items, items, space, split)
+        return OpenData(description, items, items, space, split, choices)
     rows, space = space.medium.rows(items, mirrored=flags.horizontal_flip, recorded=recorded)
-    return OpenData(description, items, rows, space, split)
+    return OpenData(description, items, rows, space, split, choices)
 
 
 def hold_out_pictures(pictures: ImageDataset, share: float, seed: int, *, is_given: bool, stops: bool) -> Split | None:
@@ -116,9 +121,9 @@ def hold_out_pictures(pictures: ImageDataset, share: float, seed: int, *, is_giv
     state = PartialState()
     if not share:
         if stops:
-            needed = f"pass --holdout {plan.proposed_share(len(pictures)):g}"
+            needed = f"pass --holdout {proposed_share(len(pictures)):g}"
             raise UsageError(f"--stop_when_memorising needs pictures to measure on: {needed}")
-        if len(pictures) < plan.MIN_TO_HOLD_OUT and not is_given:
+        if len(pictures) < MIN_TO_HOLD_OUT and not is_given:
             text = f"none of {len(pictures)} pictures, as too few would be left"
             state.print(line("held out", text))
         return None

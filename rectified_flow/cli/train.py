@@ -1,6 +1,6 @@
 """The training program: resolve the settings, open the data, build the flow, train."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from accelerate import PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import set_seed
 
-from rectified_flow.cli import facts
+from rectified_flow.cli import timing
 from rectified_flow.cli.budget import time_text
 from rectified_flow.cli.build import build_flow, choose_network, columns_of, join
 from rectified_flow.cli.callbacks import build_callbacks, write_sheet_of_dry_run
@@ -21,11 +21,12 @@ from rectified_flow.cli.checks import (
     check_space,
     warm_up_note,
 )
-from rectified_flow.cli.choices import speed_of, with_pictures, with_plan
 from rectified_flow.cli.data import build_space, find_data, flags_of_files
 from rectified_flow.cli.distill import DistillationData, open_distilled
 from rectified_flow.cli.open_data import OpenData, open_data
-from rectified_flow.cli.plan_document import write_plan
+from rectified_flow.cli.planning import facts
+from rectified_flow.cli.planning.choices import speed_of, with_pictures, with_plan
+from rectified_flow.cli.planning.document import write_plan
 from rectified_flow.cli.record import check_one_step, distillation_of, handed_on, recorded_space, with_record
 from rectified_flow.cli.settings import Settings
 from rectified_flow.cli.training_flags import DataConfig, InitConfig, OneStepConfig, TrainConfig
@@ -56,7 +57,7 @@ def train(settings: Settings[TrainConfig]) -> bool:
     program = settings.values.program
     if not program.one_step or program.dry_run:
         return train_run(settings)
-    given, half = settings.layers.get("given", {}), facts.budget_of(program)
+    given, half = settings.layers.get("given", {}), timing.budget_of(program)
     second = one_step_of(settings.values.run, given, half, spent=0.0)
     distilled, run = distillation_of(second.values), second.values.run
     on_main(join(settings.values), lambda: check_one_step(run, second.values.method, distilled))
@@ -66,7 +67,7 @@ def train(settings: Settings[TrainConfig]) -> bool:
     folder = settings.values.run.output_dir
     used = on_main(PartialState(), lambda: Clock.used_before(folder, half))  # time before a kill counts, pauses do not
     is_new = not used  # no time is recorded for this budget
-    spent = used or facts.seconds_since(settings.began)
+    spent = used or timing.seconds_since(settings.began)
     second = one_step_of(settings.values.run, given, half, spent=spent, is_new=is_new)
     AcceleratorState._reset_state()  # the run may have another precision
     return train_run(second)
@@ -105,11 +106,11 @@ def train_run(settings: Settings[TrainConfig]) -> bool:
     set_seed(settings.values.run.seed)
     distilled = distillation_of(settings.values)
     is_timed = settings.values.is_planned and "train_num_steps" not in settings.fixed
-    asked = facts.budget_of(program) if is_timed else None
+    asked = timing.budget_of(program) if is_timed else None
     budget = None if has_begun else asked
     chooses_data = not has_begun and distilled is None
     if budget is not None and not program.dry_run:
-        settings = settings.begun_before(facts.time_used(settings.values.run.output_dir, budget))
+        settings = settings.begun_before(timing.time_used(settings.values.run.output_dir, budget))
     settings = settings.resolving(flags_of_files(settings.values.data, may_choose=chooses_data))
     check_obeyed(settings.values.data.space, settings.changed)
     data, found = find_data(settings.values.data, settings.values.source, settings.values.columns)
@@ -134,12 +135,13 @@ def train_run(settings: Settings[TrainConfig]) -> bool:
         known = on_main(state, lambda: recorded_space(values.run)) if has_begun else None
 
     reading = None if budget is None or program.dry_run else Clock(budget, began=settings.began)
-    with facts.time_recorded(values.run, reading):
+    with timing.time_recorded(values.run, reading):
         opened = open_data(
             data,
             found,
             values.data,
             distilled,
+            choices=choices,
             split_is_given="holdout" in settings.given,
             stops=values.evaluation.stop_when_memorising,
             recorded=known,
@@ -150,7 +152,7 @@ def train_run(settings: Settings[TrainConfig]) -> bool:
     clock = None
     if has_begun:
         time = asked if program.budget else None
-        clock = facts.resumed_clock(values.run.output_dir, time, settings.given, settings.began)
+        clock = timing.resumed_clock(values.run.output_dir, time, settings.given, settings.began)
     elif budget is not None:
         settings, clock = with_plan(settings, budget, opened.count, opened.conditions, opened.space)
     else:
@@ -160,7 +162,7 @@ def train_run(settings: Settings[TrainConfig]) -> bool:
         settings = settings.resolving(facts.short_warm_up(values.run, items, settings.given))
     check_sides(settings.values.network, settings.values.data, opened.space)
     distilled = distillation_of(settings.values)  # the plan may have chosen the number of samples
-    return train_on(settings.values, opened, distilled, clock, choices, has_begun=has_begun)
+    return train_on(settings.values, opened, distilled, clock, has_begun=has_begun)
 
 
 def train_on(
@@ -168,7 +170,6 @@ def train_on(
     data: OpenData,
     distilled: DistillationData | None,
     clock: Clock | None,
-    choices: Sequence[str],
     *,
     has_begun: bool,
 ) -> bool:
@@ -179,7 +180,6 @@ def train_on(
         data: the data, without the rows of a teacher.
         distilled: the data of a teacher, if there is one.
         clock: the time of the run, if it has a budget.
-        choices: sentences about settings that the run has chosen by the pictures.
         has_begun: whether the run resumes.
     """
     state, run, pictures = PartialState(), values.run, None
@@ -190,7 +190,7 @@ def train_on(
         mirrored = values.data.horizontal_flip and distilled is None
         words = sentences(data.items, flow.conditions, mirrored=mirrored, augment=values.data.augment)
         pictures = data.divide(data.items)[0] if distilled is None else None
-    state.print(paragraph("pictures" if data.description.has_pictures else "items", [*words, *choices]))
+    state.print(paragraph("pictures" if data.description.has_pictures else "items", [*words, *data.choices]))
     if note := warm_up_note(run):
         state.print(line("warm-up", note))
     if scale := data.space.medium.summary:
@@ -202,7 +202,7 @@ def train_on(
         steps = planned if clock is None else clock.pace(planned).total
         accelerator.print(summarize(run, accelerator, flow, shown, length, steps))
         if pictures is not None:
-            words += choices
+            words += data.choices
             write_sheet_of_dry_run(flow, pictures, words, run, mirrored=values.data.horizontal_flip)
             write_plan(recorded(values), pictures, words)
         return True
@@ -215,10 +215,10 @@ def train_on(
             on_main(state, lambda: write_config(run.output_dir, document))
         holdout = values.data.holdout, values.data.data_seed or 0
         precision = choose_precision(run, state.device)
-        with facts.time_recorded(run, clock):
+        with timing.time_recorded(run, clock):
             rows = open_distilled(distilled, data.items, data.space, holdout, precision)
         data, words = replace(data, rows=rows), [f"{len(rows):,} {rows.info.source}"]
-    callbacks = build_callbacks(run, values.evaluation, flow, data, words, pictures, choices)
+    callbacks = build_callbacks(run, values.evaluation, flow, data, words, pictures)
     training, held_out = data.divide(data.rows)
     previews = held_out if distilled is None else data.items  # distillation data have no texts for previews
     return Trainer(flow, training, run, callbacks=callbacks, preview_data=previews, clock=clock, **records).train()

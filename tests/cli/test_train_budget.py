@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from rectified_flow.cli import distill, facts
+from rectified_flow.cli import distill, timing
 from rectified_flow.cli import train as train_module
 from rectified_flow.cli.settings import read_settings
 from rectified_flow.cli.train import train as run_training
@@ -118,7 +118,7 @@ def train_slowly(words: str, clock: Path, ends: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         raise ValueError("a broken picture")
 
-    with patch.object(facts, "RECORD_EVERY", 0.05), patch.object(store_writer, "_decoded", decoded):
+    with patch.object(timing, "RECORD_EVERY", 0.05), patch.object(store_writer, "_decoded", decoded):
         train(words, timed=True)
 
 
@@ -150,8 +150,8 @@ def test_time_is_recorded_again_once_the_disk_has_room(tmp_path: Path) -> None:
         if len(calls) < 3:
             raise UsageError("there is no space")
 
-    quick, full = patch.object(facts, "RECORD_EVERY", 0.01), patch.object(facts, "prepare_folders", full_at_first)
-    with quick, full, facts.time_recorded(run, Clock(60.0)):
+    quick, full = patch.object(timing, "RECORD_EVERY", 0.01), patch.object(timing, "prepare_folders", full_at_first)
+    with quick, full, timing.time_recorded(run, Clock(60.0)):
         while not (tmp_path / "clock.json").exists():
             time.sleep(0.01)
     assert len(calls) >= 3
@@ -161,9 +161,9 @@ def test_a_generator_that_was_killed_before_it_began_keeps_its_part_of_the_budge
     (tmp_path / "one-step").mkdir()
     Clock(100.0, used=5.0).write(tmp_path / "one-step", 0)
     settings = train_module.one_step_of(TrainingConfig(output_dir=tmp_path), {}, 150.0, spent=20.0)
-    assert facts.budget_of(settings.values.program) == 100
+    assert timing.budget_of(settings.values.program) == 100
     new = train_module.one_step_of(TrainingConfig(output_dir=tmp_path), {}, 150.0, spent=160.0, is_new=True)
-    assert facts.budget_of(new.values.program) == 140
+    assert timing.budget_of(new.values.program) == 140
 
 
 def test_the_recorded_flags_give_the_same_run(pictures: Path, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rectified_flow.cli.plan import STARTER_DIMS
+from rectified_flow.cli.planning.plan import STARTER_DIMS
 from rectified_flow.cli.settings import read_settings
 from rectified_flow.cli.train import start_from
 from rectified_flow.cli.training_flags import STARTERS, TrainConfig

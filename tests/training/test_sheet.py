@@ -138,8 +138,7 @@ def sheet_of(folder: Path, *words: str) -> DataSheet:
     flags = [*tiny.split(), "--dataset_path", str(folder / "pets"), *words]
     values = read_settings(TrainConfig, "", flags).values
     data, found = find_data(values.data, values.source, values.columns)
-    given = {"split_is_given": True, "stops": False}
-    opened = open_data(data, found, values.data, None, **given, recorded=None, stores=True)
+    opened = open_data(data, found, values.data, None, split_is_given=True, stops=False, recorded=None, stores=True)
     flow = build_flow(values, opened.conditions, opened.space)
     return DataSheet(flow, opened.rows, ["a word"], opened.items, 0, 2)
 

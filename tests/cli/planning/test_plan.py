@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from rectified_flow.cli.budget import seconds_of
-from rectified_flow.cli.plan import (
-    AUGMENT,
+from rectified_flow.cli.planning.limits import AUGMENT, for_pictures
+from rectified_flow.cli.planning.plan import (
     FORWARD_SHARE,
     MEMORY_SHARE,
     STARTER_DIMS,
@@ -16,11 +16,10 @@ from rectified_flow.cli.plan import (
     Plan,
     Starter,
     Trial,
-    choose_size,
-    for_pictures,
     network_flags,
     plan,
 )
+from rectified_flow.cli.planning.sizes import choose_size
 from rectified_flow.cli.settings import command_line, read_settings
 from rectified_flow.cli.training_flags import Method, TrainConfig
 from rectified_flow.errors import UsageError

@@ -12,11 +12,12 @@ import torch
 from accelerate import PartialState
 from PIL import Image
 
-from rectified_flow.cli import choices, facts, plan, reading, train
+from rectified_flow.cli import timing, train
 from rectified_flow.cli.budget import seconds_of, time_text
 from rectified_flow.cli.checks import check_flags
-from rectified_flow.cli.choices import with_recipe
 from rectified_flow.cli.data import build_space
+from rectified_flow.cli.planning import choices, facts, plan, reading
+from rectified_flow.cli.planning.choices import with_recipe
 from rectified_flow.cli.settings import Settings, read_settings
 from rectified_flow.cli.training_flags import DataConfig, OneStepConfig, TrainConfig
 from rectified_flow.data.open import Pictures
@@ -54,7 +55,7 @@ def recipe_of(words: str, source: Sizes) -> TrainConfig:
 def budget_of(words: str) -> float | None:
     settings = read_settings(TrainConfig, "", words.split())
     values, has_length = settings.values, "train_num_steps" in settings.fixed
-    return facts.budget_of(values.program) if values.is_planned and not has_length else None
+    return timing.budget_of(values.program) if values.is_planned and not has_length else None
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,14 @@ docs/measurements/budget.md and small_data.md.
 """
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import ceil, inf, log2
 from typing import Any, Literal, NamedTuple
 
 from rectified_flow.cli.budget import time_text
+from rectified_flow.cli.planning.limits import MIN_IMAGES, UNAUGMENTED_PASSES, limit_of, passes_of
 from rectified_flow.cli.settings import command_line
 from rectified_flow.cli.training_flags import Method
 from rectified_flow.errors import UsageError
@@ -23,34 +24,9 @@ from rectified_flow.training.clock import LEAST_SHARE
 from rectified_flow.training.speed import Speed
 
 Starter = Literal["unsuited", "suited", "requested"]
-Size = tuple[int, tuple[str, ...]]
-"""Side of the pictures [px], and the autoencoder, if the network is trained on latents."""
-
-FEW, AUGMENT = 16_000, 0.15  # 1,400 pictures need augmentation in long runs (small_data.md); the limit is a guess
-MIN_TO_HOLD_OUT, HELD_OUT = 125, 30  # of 125 pictures, the 30 that a measurement needs are a quarter
-# Most passes over the pictures, without augmentation and with it. After them, 1% of the samples are copies on pixels
-# (64 pictures of 16 px), and 4% to 6% on latents (60 and 30 of 128 px); 500 is a guess (small_data.md)
-PASSES = {"pixels": (400, 1000), "latents": (200, 500)}
-UNAUGMENTED_PASSES = 50  # no copies of 64 to 1,400 pictures without augmentation (small_data.md)
-AUGMENTED_LENGTH = 2.5  # times the longest run on latents without augmentation, to be as good (small_data.md)
-# Smallest limit of the number of images, since a network learns too little in a shorter run on any number of pictures:
-# on pixels, and on latents, without augmentation and with it (small_data.md)
-MIN_LIMITS = {"pixels": (192_000, 192_000), "latents": (6_000, 15_000)}
-MIN_IMAGES = 4_000  # the shortest measured run whose samples look like pictures had 4,800 images (budget.md)
-SIZES: Mapping[Size, int] = {  # images from which a size and its --autoencoder give better pictures than the next entry
-    (256, ("small",)): 400_000,  # a guess: four times the images of an hour at 128 px
-    (128, ("small",)): 0,  # latents of 128 px process three times as many images as pixels of 32 px (docs/latents.md)
-    (64, ()): MIN_IMAGES,
-    (32, ()): 0,
-}
-SPOILED = 14.0  # error above which an autoencoder spoils pictures (docs/latents.md)
-MOST_FASTER = 1.5  # assumed bound: how many times as fast per pixel a size is as a smaller one
-MIN_SHARE_OF_SIDE = 0.75  # smallest ratio of the side of the pictures to the chosen size; a guess
 STARTER_DIMS = {False: 32, True: 48}  # --dim of the starters for pixels and for latents
 STARTER_SIDES = {"pixels": range(32, 2**14 + 1), "small": range(32)}  # where half of the weights or more fit
 WIDER_THAN_STARTER = {False: 0, True: 10_000_000}  # images for more channels, as many as the starter for latents had
-MIN_SIDE = 8  # least side of pictures [px]
-LATENT_MULTIPLE = 16  # number that divides the sides of pictures whose latents suit a network of two levels [px]
 UNET_FLAGS = ("dim", "dim_mults", "dropout")  # arguments of the Unet that are flags of their own
 SHORT = {"learning_rate": 2e-3, "lr_decay": "cosine"}
 MUON = {"optimizer": ("muon",), **SHORT}  # Fréchet distance 128 instead of 213 (budget.md)
@@ -159,12 +135,6 @@ class Trial(NamedTuple):
     augment: float = 0.0
 
 
-MeasureSize = Callable[[int, tuple[str, ...], float], Speed]
-"""Function that returns the training speed for a side of the pictures [px], the words of ``--autoencoder`` (empty for
-pixels) and a probability of augmentation."""
-MeasureError = Callable[[int, tuple[str, ...]], float]
-"""Function that returns the error of pictures of a side [px] after an autoencoder: the median over the pictures of the
-root mean square difference [levels of 256]."""
 Measure = Callable[[Trial], Speed]
 """Function that returns the speed of a trial, summed over all processes. It is called at most once for each trial."""
 
@@ -218,82 +188,6 @@ def plan(facts: Facts, measure: Measure) -> Plan:
     return Plan(chosen, reasons, None if facts.limit == inf else max(steps, int(facts.limit / trial.batch)))
 
 
-def sizes_for(given: Collection[str], sides: Sequence[int], autoencoder: tuple[str, ...]) -> Mapping[Size, int]:
-    """Return the sizes to choose from. For a given size, only the autoencoder and augmentation may be chosen.
-
-    Args:
-        given: names of the flags that the user gave, of those that fix the size.
-        sides: height and width of the pictures by the flags [px].
-        autoencoder: the autoencoder of the flags.
-    """
-    if not given:
-        return SIZES
-    size = min(sides)
-    if autoencoder:
-        return {(size, autoencoder): 0}
-    kinds = [kind for side, kind in SIZES if kind and size >= MIN_SHARE_OF_SIDE * side]
-    is_free = "image_size" in given and {*given} <= {"image_size", "aspect_ratio", "crop"}
-    fits = not any(side % LATENT_MULTIPLE for side in sides)
-    return {(size, kinds[-1]): 0} if kinds and is_free and fits else {}
-
-
-def choose_size(
-    pictures: int,
-    side: int,
-    seconds: float,
-    measure: MeasureSize,
-    error: MeasureError = lambda _size, _autoencoder: 0.0,
-    *,
-    sizes: Mapping[Size, int] = SIZES,
-    augmentable: Callable[[int, tuple[str, ...]], bool] = lambda _size, _autoencoder: True,
-    override: str = "--image_size overrides the choice",
-) -> Plan:
-    """Choose the largest size of the pictures for which there is enough time; no settings if there is none.
-
-    The augmentation of latents is chosen here, before the pictures are read, as it makes the run encode them in each
-    step. The augmentation of pixels is chosen later, when the number of passes is known.
-
-    Args:
-        pictures: number of pictures.
-        side: median of the shorter sides of the pictures [px].
-        seconds: the time that is left [s].
-        measure: returns the speed at a size, with or without augmentation.
-        error: returns how much an autoencoder changes the pictures at a size.
-        sizes: the sizes to choose from.
-        augmentable: returns whether pictures can be augmented at a size.
-        override: the end of a message, which says how to choose another size.
-    """
-    spoiled, rate_of = "", cache(lambda size, autoencoder, augment=0.0: measure(size, autoencoder, augment).rate)
-    for (size, autoencoder), min_images in sizes.items():
-        if side < MIN_SHARE_OF_SIDE * size:
-            continue
-        # Steps of a large size take long on a busy machine, so the speed of a smaller size rules it out.
-        smaller = max((each for each, kind in sizes if each < size and kind == autoencoder), default=None)
-        if smaller is not None:
-            most = MOST_FASTER * rate_of(smaller, autoencoder) * (smaller / size) ** 2
-            if TRAINED_SHARE * seconds * most < min_images:
-                continue
-        fitting = TRAINED_SHARE * seconds * rate_of(size, autoencoder)
-        few = for_pictures(pictures, augmentable=augmentable(size, autoencoder)).get("augment", 0.0)
-        unaugmented = limit_of(pictures, 0.0, latents=True)
-        enough = AUGMENTED_LENGTH * unaugmented if autoencoder else UNAUGMENTED_PASSES * pictures
-        copies = bool(autoencoder) and min(fitting, unaugmented) > passes_of(0.0, latents=True) * pictures
-        augment = few if copies or fitting > enough else 0.0
-        if augment and autoencoder:  # each step then encodes its pictures
-            slower = TRAINED_SHARE * seconds * rate_of(size, autoencoder, augment)
-            augment, fitting = (augment, slower) if copies or slower > enough else (0.0, fitting)
-        images = min(fitting, limit_of(pictures, augment, latents=bool(autoencoder)))
-        if images >= min_images:
-            if (changed := error(size, autoencoder) if autoencoder else 0.0) > SPOILED:
-                spoiled = f", as --autoencoder {autoencoder[0]} changes these pictures by {changed:.0f} of 255"
-                continue
-            settings: dict[str, Any] = {"image_size": size, "autoencoder": autoencoder}
-            text = f"about {images:,.0f} images in {duration(seconds)}{spoiled}; {override}"
-            reasons = {"size": f"{' '.join(command_line(settings))}: {text}"}
-            return Plan(settings | ({"augment": augment} if augment and autoencoder else {}), reasons)
-    return Plan({}, {"size": f"pixels{spoiled}"} if spoiled else {})
-
-
 def settings_of(facts: Facts, trial: Trial) -> dict[str, Any]:
     """Return the settings that determine the speed of a trial."""
     settings: dict[str, Any] = {**BY_METHOD[facts.method], "global_batch_size": trial.batch}
@@ -305,37 +199,12 @@ def settings_of(facts: Facts, trial: Trial) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name not in facts.fixed}
 
 
-def passes_of(augment: float, *, latents: bool) -> int:
-    """Return the number of passes over the pictures after which the network memorises them."""
-    return PASSES["latents" if latents else "pixels"][augment > 0]
-
-
-def limit_of(pictures: int, augment: float, *, latents: bool) -> int:
-    """Return the largest number of training images, repeats included, for a number of pictures."""
-    least = MIN_LIMITS["latents" if latents else "pixels"][augment > 0]
-    return max(least, passes_of(augment, latents=latents) * pictures)
-
-
 def network_flags(kind: type[Network], width: int, sides: Sequence[int]) -> dict[str, Any]:
     """Return the flags of a network of a width, for data with these sides."""
     arguments = kind.sized_for(width, sides)
     flags = {name: value for name, value in arguments.items() if name in UNET_FLAGS}
     words = [f"{name}={json.dumps(value)}" for name, value in arguments.items() if name not in flags]
     return flags | {"network": (kind.__name__, *words)}
-
-
-def for_pictures(count: int, *, augmentable: bool = True) -> dict[str, Any]:
-    """Return the flags of the data that suit a number of pictures."""
-    few = count < FEW
-    flags: dict[str, Any] = {"augment": AUGMENT} if few and augmentable else {}
-    if count >= MIN_TO_HOLD_OUT:
-        flags["holdout"] = proposed_share(count, least=0.05 if few else 0.01)
-    return flags
-
-
-def proposed_share(count: int, least: float = 0.05) -> float:
-    """Return the value of ``--holdout`` that holds out enough of ``count`` pictures, between ``least`` and 0.5."""
-    return min(0.5, max(least, ceil(100 * HELD_OUT / count) / 100))
 
 
 def intervals(facts: Facts, step: float, rate: float, steps: int) -> dict[str, Any]:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from accelerate import PartialState
 
-from rectified_flow.cli import plan, reading
+from rectified_flow.cli.planning import reading
+from rectified_flow.cli.planning.sizes import SPOILED
 from rectified_flow.cli.training_flags import NO_WEIGHTS, STARTER, DataConfig, InitConfig, SourceConfig
 from rectified_flow.data.description import PictureData
 from rectified_flow.data.framing import Bits, Resize
@@ -54,7 +55,7 @@ def framing_of(flags: FramedFlags, data: PictureData, source: ImageSource) -> tu
     if "autoencoder" in flags.given and flags.pictures.autoencoder:
         error = reading.round_trip_error(source, flags.pictures)
         spoils = f"the autoencoder changes these pictures by {error:.0f} of 255; pass --image_size 64 without it"
-        if error > plan.SPOILED:
+        if error > SPOILED:
             state.print(line("warning", spoils))
     may_mirror = flags.pictures.horizontal_flip and "horizontal_flip" not in flags.given
     if may_mirror and (reason := on_main(state, partial(_reason_not_to_mirror, flags.columns, source))):

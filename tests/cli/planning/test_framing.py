@@ -12,9 +12,11 @@ import torch
 from accelerate import PartialState
 from PIL import Image
 
-from rectified_flow.cli import choices, facts, plan, reading
 from rectified_flow.cli.data import build_space, find_data
-from rectified_flow.cli.framing import FramedFlags, framing_of
+from rectified_flow.cli.planning import choices, facts, reading
+from rectified_flow.cli.planning.framing import FramedFlags, framing_of
+from rectified_flow.cli.planning.plan import Plan
+from rectified_flow.cli.planning.sizes import SPOILED, choose_size
 from rectified_flow.cli.record import with_record
 from rectified_flow.cli.sample_request import load_mask
 from rectified_flow.cli.settings import Settings, read_settings
@@ -205,13 +207,13 @@ def test_an_autoencoder_that_spoils_the_pictures_is_not_chosen(
         values = read_settings(TrainConfig, "", words).values
         source = find_data(values.data, values.source, values.columns)[1]
         errors[name] = reading.round_trip_error(source, values.data)
-    assert 0 < errors["soft"] < plan.SPOILED < min(errors["drawn"], errors["art"])
+    assert 0 < errors["soft"] < SPOILED < min(errors["drawn"], errors["art"])
     framed(tmp_path / "drawn", "--image_size 128 --autoencoder small")
     warning = f"warning     the autoencoder changes these pictures by {errors['drawn']:.0f} of 255; pass "
     assert warning in capsys.readouterr().out
 
-    def chosen(error: float) -> plan.Plan:
-        return plan.choose_size(1000, 256, 3600.0, lambda *_: Speed(1000.0, 1.0), lambda *_: error)
+    def chosen(error: float) -> Plan:
+        return choose_size(1000, 256, 3600.0, lambda *_: Speed(1000.0, 1.0), lambda *_: error)
 
     assert chosen(errors["soft"]).settings["autoencoder"] == ("small",)
     assert chosen(errors["drawn"]).settings == {"image_size": 64, "autoencoder": ()}

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from accelerate import PartialState
 
-from rectified_flow.cli import facts, plan, reading
+from rectified_flow.cli import timing
 from rectified_flow.cli.build import build_flow, choose_network, divisor_of, takes_conditions
 from rectified_flow.cli.data import build_space, can_augment, is_augmentable
 from rectified_flow.cli.distill import recipe_of
-from rectified_flow.cli.framing import FramedFlags, framing_of
+from rectified_flow.cli.planning import facts, limits, plan, reading
+from rectified_flow.cli.planning.framing import FramedFlags, framing_of
+from rectified_flow.cli.planning.sizes import MIN_SIDE, choose_size, sizes_for
 from rectified_flow.cli.record import distillation_of
 from rectified_flow.cli.settings import Settings, command_line
 from rectified_flow.cli.training_flags import UNET, DataConfig, TrainConfig
@@ -58,7 +60,7 @@ def with_pictures(
         whole = budget * (2 if values.program.one_step else 1)  # both runs need the pictures
         limited = reading.readable(source, settings.values.data, whole)
         if limited and "holdout" not in settings.fixed:
-            limited |= {"holdout": plan.for_pictures(limited["max_train_samples"]).get("holdout", 0.0)}
+            limited |= {"holdout": limits.for_pictures(limited["max_train_samples"]).get("holdout", 0.0)}
         settings = settings.with_layer("chosen", limited)
         notes += ["the plan chose `limit`, as reading all pictures takes too much of the time"] if limited else []
     return settings, notes
@@ -80,7 +82,7 @@ def with_recipe(settings: Settings[TrainConfig], source: ImageSource, budget: fl
             values.data,
             given,
             fixed,
-            plan.seconds_left(budget, facts.seconds_since(settings.began)),
+            plan.seconds_left(budget, timing.seconds_since(settings.began)),
             facts.precisions(values.run, values.method, settings.fixed),
             lambda flags: speed_of(settings.with_layer("given", flags)),  # flags of a trial override all others
         )
@@ -110,13 +112,13 @@ def recipe(
             a plan.
     """
     count = len(source.numbers_without(data.exclude, data.max_train_samples))
-    flags = plan.for_pictures(count, augmentable=can_augment(build_space(data, source)))
+    flags = limits.for_pictures(count, augmentable=can_augment(build_space(data, source)))
     if size is not None:
         flags.pop("augment", None)  # the plan decides it, when it knows the number of passes
         flags |= size
     if not data.autoencoder and data.aspect_ratio == "1:1" and "image_size" not in flags:
         largest = max(reading.sides_of(source, data.crop), default=0)
-        multiple = max(plan.MIN_SIDE, divisor)
+        multiple = max(MIN_SIDE, divisor)
         side = ceil(largest / multiple) * multiple
         flags |= {"image_size": side} if 0 < side < data.image_size else {}
     flags = {name: value for name, value in flags.items() if name not in fixed}
@@ -147,7 +149,7 @@ def chosen_size(
         speed_of: measures the speed of a run with other flags.
     """
     state, is_free = PartialState(), not given
-    sizes = {} if data.space else plan.sizes_for(given, data.framing.shape[1:], data.autoencoder)
+    sizes = {} if data.space else sizes_for(given, data.framing.shape[1:], data.autoencoder)
     sides = reading.sides_of(source, data.crop) if is_free else [data.image_size]
     is_registered = not isinstance(source, FileFolder | HuggingFaceSource)  # such a dataset has the size of its flags
     is_stored = bool(data.autoencoder) and not is_augmentable(data, source)  # the latents are stored: nothing to choose
@@ -177,7 +179,7 @@ def chosen_size(
         return may_augment and is_augmentable(replace(data, image_size=side, autoencoder=autoencoder), source)
 
     override = "--image_size overrides the choice" if is_free else "--autoencoder without a name trains on pixels"
-    made = plan.choose_size(
+    made = choose_size(
         count, int(median(sides)), seconds, measure, error, sizes=sizes, augmentable=augmentable, override=override
     )
     if made.reasons and not data.autoencoder:
@@ -197,7 +199,7 @@ def with_plan(
         conditions: the conditions of the items.
         space: the space of the data.
     """
-    values, distilled, elapsed = settings.values, distillation_of(settings.values), facts.seconds_since(settings.began)
+    values, distilled, elapsed = settings.values, distillation_of(settings.values), timing.seconds_since(settings.began)
     network = choose_network(values.network)
     fixed = fixed_flags(settings.fixed, network)
     if facts.is_free(network, values.network, settings.given):
@@ -210,7 +212,7 @@ def with_plan(
     fixed = fixed | ({"time_distribution"} if name_of(values.flow.flow) else set())
     state = PartialState()
     stored = None if distilled is None else on_main(state, lambda: recipe_of(distilled))
-    suited = plan.for_pictures(count, augmentable=can_augment(space))
+    suited = limits.for_pictures(count, augmentable=can_augment(space))
     latents = bool(values.data.autoencoder)
     known = plan.Facts(
         values.method,
