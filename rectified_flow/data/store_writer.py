@@ -170,7 +170,7 @@ def fill(
         on_main(state, lambda: store.complete(**info()))
 
 
-STORE_VERSION, CHUNK = 9, 64  # version of the stored images, and number of images that are decoded at once
+STORE_VERSION, CHUNK = 10, 64  # version of the stored images, and number of images that are decoded at once
 
 
 def default_cache_dir() -> Path:

@@ -51,6 +51,19 @@ def _feistel(values: Words, half: int, rounds: Words) -> Any:
     return (left << np.uint64(half)) | right
 
 
+def spread(numbers: Sequence[int], most: int) -> list[int]:
+    """Return at most ``most`` of some numbers, in their order. A larger choice contains every smaller one.
+
+    The choice is random but the same everywhere, and each half of the numbers, of a half and so on has its share of it
+    (Owen 1995, "Randomly permuted (t,m,s)-nets"). A constant stride would miss classes that alternate in step with it.
+    """
+    ranks = np.zeros(1, np.int64)
+    while len(ranks) < len(numbers):  # each place becomes two, and a random one of them keeps the rank
+        second = permuted(np.arange(len(ranks)), len(ranks), [mix("spread", len(ranks))]) % 2
+        ranks = np.stack((ranks + second * len(ranks), ranks + (1 - second) * len(ranks)), axis=1).flatten()
+    return [numbers[place] for place in np.sort(np.argsort(ranks[: len(numbers)])[:most]).tolist()]
+
+
 @dataclass(frozen=True)
 class StreamSampler:
     """Endless batch sampler of one rank: the numbers of its micro-batches' images from ``position`` on.

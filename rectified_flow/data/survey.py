@@ -13,6 +13,7 @@ from PIL import Image
 
 from rectified_flow.data.framing import Bits, Framing, Resize
 from rectified_flow.data.sources import ImageSource
+from rectified_flow.data.stream import spread
 from rectified_flow.system.machine import processors
 from rectified_flow.system.pictures import decoded, is_grey, needed_bits, over_white
 
@@ -56,11 +57,6 @@ class Survey:
         """The filter that suits the pictures."""
         votes = [each.is_nearest for each in self.facts if each.is_nearest is not None]
         return "nearest" if votes and sum(votes) >= AGREEING * len(votes) else "lanczos"
-
-
-def spread(numbers: Sequence[int], most: int) -> Sequence[int]:
-    """Return at most ``most`` of some numbers, spread over all of them."""
-    return numbers[:: max(1, -(-len(numbers) // most))]
 
 
 def survey(source: ImageSource, framing: Framing, numbers: Sequence[int]) -> Survey:

@@ -19,8 +19,7 @@ from torch.utils.data import Dataset
 from typing_extensions import override
 
 from rectified_flow.data.store import ImageDataset, StoreDataset
-from rectified_flow.data.stream import Batch, Batches, fingerprint_of, image_indices
-from rectified_flow.data.survey import spread
+from rectified_flow.data.stream import Batch, Batches, fingerprint_of, image_indices, spread
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.evaluator import render_sources
 from rectified_flow.flows.flow import SOURCE, Flow

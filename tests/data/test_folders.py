@@ -334,11 +334,12 @@ def test_python_takes_a_folder_and_its_errors_name_parameters(
 
 
 def test_a_limited_number_of_pictures_is_spread_over_the_classes(tmp_path: Path) -> None:
-    for number in range(6):
-        picture(tmp_path / f"{'ab'[number // 3]}/{number}.png")
-    dataset = open_dataset(str(tmp_path), image_size=4, limit=2)
-    assert dataset.names == ["a/0.png", "b/3.png"]
-    assert len(open_dataset(str(tmp_path), image_size=4, limit=9)) == 6
+    for number in range(8):
+        picture(tmp_path / f"{'ab'[number // 4]}/{number}.png")
+    names = [{*open_dataset(str(tmp_path), image_size=4, limit=limit).names} for limit in (2, 5, 9)]
+    assert {name[0] for name in names[0]} == {"a", "b"}
+    assert names[0] < names[1] < names[2]
+    assert [*map(len, names)] == [2, 5, 8]
 
 
 NAMES = "1.gif 1.avif 1.jfif 1.jpe 1.JPG 1.Jpeg 1.WEBP 1.bmp 1.tiff 1.TIF jpeg.png png.jpg gif.webp"

@@ -23,6 +23,7 @@ from rectified_flow.data.stream import (
     fingerprint_of,
     image_indices,
     permuted,
+    spread,
 )
 
 
@@ -45,6 +46,25 @@ def test_the_order_looks_random() -> None:
     order = permuted(np.arange(10_000), 10_000, [7])
     assert abs(np.corrcoef(np.arange(10_000), order)[0, 1]) < 0.04
     assert np.abs(np.diff(order)).mean() == pytest.approx(10_000 / 3, rel=0.05)
+
+
+@pytest.mark.parametrize("period", [2, 12, 64])
+@pytest.mark.parametrize("limit", [256, 300, 1024])
+def test_a_spread_choice_has_all_classes_in_order_or_alternating(period: int, limit: int) -> None:
+    chosen = np.array(spread(range(4096), limit))
+    assert len({*chosen.tolist()}) == limit
+    assert (np.diff(chosen) > 0).all()
+    # Random choices of 4 of a class on average lack 2% of the classes.
+    assert len(np.unique(chosen % period)) >= 0.9 * period
+    assert np.ptp(np.bincount(chosen // 256)) <= 1
+
+
+def test_a_spread_choice_grows() -> None:
+    choices = [{*spread(range(77), most)} for most in range(90)]
+    assert [*map(len, choices)] == [min(most, 77) for most in range(90)]
+    assert all(fewer <= more for fewer, more in itertools.pairwise(choices))
+    assert spread([5, 3, 9], 7) == [5, 3, 9]
+    assert spread([], 7) == []
 
 
 def test_a_position_is_found_without_those_before_it() -> None:

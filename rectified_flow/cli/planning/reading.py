@@ -15,7 +15,8 @@ from rectified_flow.cli.training_flags import DataConfig
 from rectified_flow.data.framing import Crop
 from rectified_flow.data.sources import ImageSource, Row
 from rectified_flow.data.store_writer import find_store
-from rectified_flow.data.survey import spread, survey
+from rectified_flow.data.stream import spread
+from rectified_flow.data.survey import survey
 from rectified_flow.distributed import on_main
 from rectified_flow.system.machine import processors
 from rectified_flow.system.terminal import duration, line

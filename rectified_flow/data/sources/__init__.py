@@ -8,6 +8,7 @@ import numpy as np
 
 from rectified_flow.data.census import Census
 from rectified_flow.data.framing import Framing
+from rectified_flow.data.stream import spread
 from rectified_flow.errors import UsageError
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.spaces.space import Space
@@ -120,8 +121,7 @@ class ImageSource(ABC):
         if unknown := sorted({*exclude} - {*names}):
             raise UsageError(f"`exclude` names {unknown[0]}, which is no image of {self.name}: correct the list")
         kept = [index for index in range(len(self)) if not exclude or names[index] not in exclude]
-        # The first ones might all be of one class, as folders are read in the order of their names.
-        return kept if limit is None or limit >= len(kept) else [kept[n * len(kept) // limit] for n in range(limit)]
+        return kept if limit is None else spread(kept, limit)
 
     def notes_on_choice(self, exclude: Sequence[str], limit: int | None) -> list[str]:
         """Return sentences about the images that :meth:`numbers_without` leaves out."""
