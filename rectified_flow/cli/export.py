@@ -12,6 +12,7 @@ from rectified_flow.export.web_page import INDEX
 from rectified_flow.load import read_trained
 from rectified_flow.parts import arguments_from, choose
 from rectified_flow.runs import checkpoint
+from rectified_flow.system.artifact import claimed_names
 from rectified_flow.system.files import prepare_folder
 from rectified_flow.system.serving import browser_with_window, serving
 from rectified_flow.system.terminal import lines
@@ -28,6 +29,9 @@ def export(config: ExportConfig) -> None:
     if flags.open and INDEX not in exported.names:
         raise UsageError(f"--open has no effect: the format {choice.target.__name__} has no page to open; leave it out")
     folder = prepare_folder("output_dir", flags.output_dir or trained.run_folder / "exported")
+    if INDEX in claimed_names(folder) and INDEX not in exported.names:
+        keeps = "holds an exported page, whose model files another format would replace"
+        raise UsageError(f"--output_dir {folder} {keeps}: pass another folder, or remove this one")
     report: dict[str, object] = {"model": trained, **write(exported, folder)}
     if INDEX in exported.names:
         report["page"] = f"{folder / INDEX}, to be served: python -m http.server --directory {quote(str(folder))}"

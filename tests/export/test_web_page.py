@@ -96,6 +96,23 @@ def test_an_export_shows_its_progress_and_a_page_has_a_version(
     assert all((exported / name).stat().st_size == size for name, size in sizes.items())
 
 
+def test_a_page_is_not_mixed_with_an_export_in_another_format(tmp_path: Path) -> None:
+    """Its service worker would keep the weights of the page for returning visitors."""
+    with stand_in():
+        write(RectifiedFlow(unet_with(), space=Pixels((3, 8, 8))), tmp_path)
+        flags = ("export.py", "--checkpoint", tmp_path, "--format")
+        call(*flags, "onnx")
+        assert "hash" not in json.loads((tmp_path / "exported/model.json").read_text())
+        call(*flags, "page")
+        described = (tmp_path / "exported/model.json").read_text()
+        assert "hash" in json.loads(described)
+        with pytest.raises(UsageError, match=f"--output_dir {tmp_path}/exported holds an exported page"):
+            call(*flags, "onnx")
+        assert (tmp_path / "exported/model.json").read_text() == described
+        call(*flags, "onnx", "--output_dir", tmp_path / "program")
+        call(*flags, "page")
+
+
 @pytest.mark.parametrize("format_", ["page", "onnx"])
 def test_the_description_has_the_framing_of_the_training(format_: str, tmp_path: Path) -> None:
     flow = RectifiedFlow(unet_with(), space=Pixels((3, 8, 8)))
