@@ -175,13 +175,20 @@ def test_beside_a_checkpoint_that_was_copied_everything_is_the_users(trained: Pa
     assert [(tmp_path / name).read_text() for name in names] == ["mine"] * len(names)
 
 
-def test_a_run_that_was_copied_without_hidden_files_is_resumed(trained: Path, pictures: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
+@pytest.mark.parametrize("place", ["run/checkpoints", "elsewhere"])
+def test_a_run_that_was_copied_without_hidden_files_is_resumed(
+    place: str, trained: Path, pictures: Path, tmp_path: Path
+) -> None:
+    run, checkpoints = tmp_path / "run", tmp_path / place
     shutil.copytree(trained, run, ignore=shutil.ignore_patterns(".*"))
     (run / "neighbours.png").write_text("mine")
     words = f"{TRAIN} --output_dir {run} --train_num_steps 2".format(pictures=pictures)
+    if place == "elsewhere":
+        (run / "checkpoints").rename(checkpoints)
+        (checkpoints / "run").write_text(f"{trained}\n")
+        words += f" --checkpoint_dir {checkpoints}"
     succeeds("train_oxford.py", words)
-    assert (run / "checkpoints/step_00000002").is_dir()
+    assert (checkpoints / "step_00000002").is_dir()
     listed = claimed_names(run)
     assert {"config.json", "metrics.jsonl", "loss.png", "samples"} <= listed
     assert "neighbours.png" not in listed, "nothing proves that a program wrote it"

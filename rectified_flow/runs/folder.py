@@ -30,7 +30,7 @@ from rectified_flow.flags import plain, recorded, rules_of
 from rectified_flow.registry import Document, describe
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.checkpoint import BEST, CONFIG_FILE, FLOW_FILE, OUTPUTS_FILE, RunIdentity
-from rectified_flow.runs.training_config import CHECKPOINTS, TrainingConfig
+from rectified_flow.runs.training_config import TrainingConfig
 from rectified_flow.system.artifact import (
     CHECKPOINT,
     FileName,
@@ -193,25 +193,27 @@ def prepare_folders(config: TrainingConfig, *, writes: bool = True) -> None:
     """
     make, hold = (prepare_folder, claim) if writes else (check_folder, check_claim)
     folder = make("output_dir", config.output_dir)
-    proven = [] if CONFIG_FILE in claimed_names(folder) else proven_names(folder)
+    found = proven_names(folder, config.checkpoints)
+    proven = [] if CONFIG_FILE in claimed_names(folder) else found
     hold(folder, proven or RUN_FILES, proven=bool(proven))
     if not is_run(folder) and (folder / CONFIG_FILE).exists():  # such as that of a saved model
         raise UsageError(f"{folder / CONFIG_FILE} is damaged or does not belong to a run: choose another `output_dir`")
     folder = make("checkpoint_dir" if config.checkpoint_dir else "output_dir", config.checkpoints)
-    hold(folder, [BEST, OWNER] if config.checkpoint_dir else [BEST], proven=checkpoint.best_of(folder) is not None)
+    is_own = bool(found) or checkpoint.best_of(folder) is not None
+    hold(folder, [BEST, OWNER] if config.checkpoint_dir else [BEST], proven=is_own)
     for step in folder.glob("step_" + "[0-9]" * 8):
         if not checkpoint.is_checkpoint(step):
             owned_files(step, CHECKPOINT)
 
 
-def proven_names(folder: Path) -> list[str]:
+def proven_names(folder: Path, checkpoints: Path) -> list[str]:
     """Return the names of the files of a run without its manifest, as after ``cp -r RUN/* COPY``; none without proof.
 
-    The proof is a checkpoint in the folder that was saved with exactly this ``config.json``.
+    The proof is a checkpoint in ``checkpoints`` that was saved with exactly the ``config.json`` in ``folder``.
     """
     with suppress(DamageError):
         digest, names = hash_file(folder / CONFIG_FILE), {CONFIG_FILE, OUTPUTS_FILE}
-        for path in reversed(checkpoint.list_checkpoints(folder / CHECKPOINTS)):
+        for path in reversed(checkpoint.list_checkpoints(checkpoints)):
             if find_damage(path, names=names) is None:
                 saved = read_manifest(path).files.get(CONFIG_FILE)
                 if saved is not None and saved.sha256 == digest:
