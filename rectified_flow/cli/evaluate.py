@@ -13,6 +13,7 @@ from rectified_flow.cli.data import check_conditions
 from rectified_flow.cli.model_flags import EvaluateConfig
 from rectified_flow.data.description import PictureData, with_sources
 from rectified_flow.data.open import Pictures
+from rectified_flow.data.sources import ImageSource
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.distributed import check_equal, on_main
 from rectified_flow.errors import UsageError
@@ -27,7 +28,7 @@ from rectified_flow.spaces.pictures import GREY, RGBA
 from rectified_flow.system.artifact import claim
 from rectified_flow.system.files import locked, prepare_folder, replace_file, writing
 from rectified_flow.system.pictures import to_grid, write_picture
-from rectified_flow.system.terminal import lines, shown, size_text
+from rectified_flow.system.terminal import line, lines, shown, size_text
 
 NEIGHBOURS_FILE = "neighbours.png"
 FEW_SAMPLES = 2048  # the number of features of Inception: the covariance of fewer samples is singular
@@ -131,12 +132,27 @@ def real_data(
     data = data.moved(dataset_path=dataset_path, source_path=source_path, cache_dir=cache_dir)
     if not isinstance(data, PictureData):
         return RenderedItems(with_sources(data.open(), data, space), space, data.name), None, None
-    data = data if opens_sources else replace(data, sources=None)
-    pictures = with_sources(data.open(kinds=trained.flow.conditions), data, space)
+    data, found = data if opens_sources else replace(data, sources=None), data.find()
+    if dataset_path is not None and data.pictures.exclude:
+        data = _with_fitting_list(data, found)
+    pictures = with_sources(data.open(found, trained.flow.conditions), data, space)
     training, held_out = divided(pictures, data.holdout, data.seed)
     if held_out is None or trained.is_taught:  # a teacher's run learns no velocity on pictures
         return training, held_out, None
     return training, held_out, HeldOutPictures(training, held_out, trained.flags["seed"])
+
+
+def _with_fitting_list(data: PictureData, found: ImageSource) -> PictureData:
+    """Return the data, which are in another folder now, and without the list of `exclude` unless all of it is there."""
+    listed = data.pictures.exclude
+    missing = sorted({*listed} - {found.name_of(index) for index in range(len(found))})
+    if missing:
+        text = f"not the training folder, as {missing[0]} of the --exclude of the run is missing: nothing is left out"
+        data = replace(data, pictures=replace(data.pictures, exclude=()))
+    else:
+        text = f"left out the {len(listed):,} pictures of the --exclude of the run, which are all in {found.name}"
+    PartialState().print(line("pictures", text))
+    return data
 
 
 def _data_of_shape(trained: Trained, dataset_path: Path | None) -> PictureData:

@@ -15,6 +15,7 @@ from rectified_flow.cli.evaluate import _summary, _write_down, real_data
 from rectified_flow.cli.settings import read_settings
 from rectified_flow.cli.train import train
 from rectified_flow.cli.training_flags import TrainConfig
+from rectified_flow.data.store import ImageDataset
 from rectified_flow.distributed import join_processes
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.evaluator import Evaluator
@@ -163,6 +164,29 @@ def test_a_run_on_data_that_cannot_be_opened_again(run: Path, tmp_path: Path) ->
     places: dict[str, Any] = {"dataset_path": run / "pictures", "cache_dir": tmp_path / "cache"}
     expected, found = real_data(read_trained(source))[0], real_data(read_trained(path), **places)[0]
     assert found.fingerprint == expected.fingerprint
+
+
+@pytest.mark.parametrize("is_moved", [True, False])
+def test_the_list_of_a_run_excludes_no_pictures_of_another_folder(
+    is_moved: bool, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, listed = checkpoint.resolve(run), ["cat/1.png", "dog/9.png"]
+    config = checkpoint.load_document(source, checkpoint.CONFIG_FILE)
+    config["data"]["pictures"]["exclude"] = listed
+    documents = {FLOW_FILE: checkpoint.load_document(source, FLOW_FILE), checkpoint.CONFIG_FILE: config}
+    files = {checkpoint.MODEL_FILE: checkpoint.load_tensors(source, checkpoint.MODEL_FILE)}
+    path = checkpoint.save(tmp_path / "checkpoints", 1, files, documents)
+    folder = shutil.copytree(run / "pictures", tmp_path / "pets")
+    if not is_moved:
+        (folder / listed[1]).rename(folder / "dog/of another camera.png")
+    join_processes()
+    pictures = real_data(read_trained(path), dataset_path=folder, cache_dir=tmp_path / "cache")[0]
+    assert isinstance(pictures, ImageDataset)
+    assert (listed[0] in pictures.names) == (not is_moved)
+    assert len(pictures) == (COUNT - 2 if is_moved else COUNT)
+    left_out = "left out the 2 pictures of the --exclude of the run, which are all in pets"
+    other = "not the training folder, as dog/9.png of the --exclude of the run is missing: nothing is left out"
+    assert f"pictures    {left_out if is_moved else other}\n" in capsys.readouterr().out
 
 
 def train_in(folder: Path, words: str) -> None:
