@@ -79,6 +79,7 @@ LAYOUTS = {
     "train test .": ([], "train"),
     # Names of splits and of labels that are classes.
     "train bus": (["bus", "train"], "bus train"),
+    "train bus/red": (["bus", "train"], "bus/red train"),
     "mask no_mask": (["mask", "no_mask"], "mask no_mask"),
     "steam_train freight_train": (["freight_train", "steam_train"], "freight_train steam_train"),
     "train_station crash_test park": (["crash_test", "park", "train_station"], "crash_test park train_station"),
@@ -102,7 +103,13 @@ def test_which_subfolders_are_read_and_which_are_classes(tmp_path: Path, layout:
     assert (left > 0) == any(f"left out {left} pictures of other splits or of labels" in note for note in folder.notes)
 
 
-@pytest.mark.parametrize("layout", ["test val", "trainA trainB testA testB", "train test cat", "cat/test cat/val dog"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *("test val", "trainA trainB testA testB", "train test cat", "cat/test cat/val dog"),
+        *("train/cat train/dog other", "other test/cat/a", "train/cat train/dog other .", "train/cat training/cat"),
+    ],
+)
 def test_subfolders_that_may_be_splits_or_classes_are_refused(tmp_path: Path, layout: str) -> None:
     for name in layout.split():
         picture(tmp_path / name / "1.png")

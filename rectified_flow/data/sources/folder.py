@@ -172,8 +172,8 @@ class FileFolder(ImageSource):
 def narrow(folder: Path, files: Sequence[Path], split: str) -> tuple[Path, list[Path]]:
     """Return the folder whose subfolders are classes, and the files below it that are read."""
     groups = _by_subfolder(folder, files)
-    names = [*filter(None, groups)]
-    chosen = _choose(folder, names, split) if len(names) > (None in groups) else None
+    named = {name: some for name, some in groups.items() if name}
+    chosen = _choose(folder, named, split) if len(named) > (None in groups) else None
     if chosen is not None:
         return narrow(folder / chosen, groups[chosen], split)
     common = Path(commonpath([file.parent for file in files]))
@@ -193,22 +193,26 @@ def _by_subfolder(folder: Path, files: Sequence[Path]) -> Mapping[str | None, li
     return groups
 
 
-def _choose(folder: Path, names: Sequence[str], split: str) -> str | None:
-    """Return the one of the subfolders that is to be read; None if they are classes."""
+def _choose(folder: Path, names: Mapping[str, Sequence[Path]], split: str) -> str | None:
+    """Return the one of the subfolders, whose files are given, that is to be read; None if they are classes."""
     has_pictures = any(name.lower() in PICTURES for name in names)
     beside = {name for name, noun in COMPANIONS.items() if has_pictures or noun == "labels"}
     splits = {name: _split_of(name) for name in names if name.lower() not in beside}
-    found, exact = {*splits.values()}, {SPLITS[name.lower()] for name in splits if name.lower() in SPLITS}
+    named = [name for name in splits if name.lower() in SPLITS]
+    found, exact = {*splits.values()}, {SPLITS[name.lower()] for name in named}
     if len(splits) == 1:
         [(only, known)] = splits.items()
         return only if only.lower() in PICTURES | SPLITS.keys() or (known and len(names) > 1) else None
-    if len(found - {None}) < 2 or (None in found and len(exact) < 2):
+    # A folder "train" beside other folders may be a class of trains, but a class seldom has subfolders.
+    has_classes = any({*_by_subfolder(folder / name, names[name])} - {None} for name in named)
+    if not has_classes and (len(found - {None}) < 2 or (None in found and len(exact) < 2)):
         return None
     wanted = [name for name, known in splits.items() if known == split]
     if len(wanted) == 1 and None not in found:
         return wanted[0]
-    listed, such = ", ".join(map(printable, names)), printable(folder / (wanted or names)[0])
-    raise UsageError(f"the subfolders {listed} may be splits or classes: pass one of them, such as {such}")
+    listed, such = ", ".join(map(printable, names)), printable(folder / (wanted or [*names])[0])
+    remedy = f"pass one of them, such as {such}, or rename them"
+    raise UsageError(f"the subfolders {listed} may be splits or classes: {remedy}")
 
 
 def _split_of(name: str) -> str | None:
