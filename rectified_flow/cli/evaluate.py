@@ -72,7 +72,7 @@ def evaluate(config: EvaluateConfig) -> None:
             rows = evaluator.beside_neighbours(comparison) if evaluator.metrics else None
         result = {**settings, "steps": steps, **evaluator.settings, "distances": numbers}
         _write_down(folder, result)
-        tqdm.write(_summary(result))
+        tqdm.write(_summary(result, generates=set(measure.metric) != {"likelihood"}))
         if rows is not None:
             write_picture(folder / NEIGHBOURS_FILE, to_grid(rows.flatten(0, 1), columns=rows.shape[1]))
             nearest = "the pictures most like copies, each before the training pictures that are nearest to it"
@@ -166,12 +166,13 @@ def _data_of_shape(trained: Trained, dataset_path: Path | None) -> PictureData:
     return PictureData(Pictures(image_size=min(height, width), aspect_ratio=ratio, alpha=has_alpha, grey=is_grey))
 
 
-def _summary(result: dict[str, Any]) -> str:
-    """Return lines on a result."""
+def _summary(result: dict[str, Any], *, generates: bool) -> str:
+    """Return lines on a result, whose metrics may need no samples."""
     framing = result.get("framing")
     size = size_text(framing["width"], framing["height"]) if framing else result["image_size"]
     where = f" ({result['split']} split, {size} px)" if size else ""
-    did = "{steps}-step pictures: {num_samples}, seed {seed}, against {num_real} of {dataset}{where}, {weights}"
+    did = "{steps}-step pictures: {num_samples}, seed {seed}" if generates else "{steps} steps, seed {seed}"
+    did += ", against {num_real} of {dataset}{where}, {weights}"
     network = ["  by {feature_network}, resized {resize}".format(**result)] if "feature_network" in result else []
     wide = max(38, *map(len, result["distances"]))
     numbers = [f"  {name:<{wide}} {value:.5g}" for name, value in result["distances"].items()]

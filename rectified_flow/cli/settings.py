@@ -148,7 +148,7 @@ def read_settings(
     if isinstance(file := values.get("config"), Path):
         layers["file"] = _from_file(config_class, file, names)
     settings = Settings(config_class, layers, began)
-    check_rules(settings.values, settings.given)
+    check_rules(settings.values, settings.given, layers.get("file", {}).keys() - names)
     return settings
 
 
@@ -201,8 +201,14 @@ def command_line(flags: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def check_rules(config: Any, given: Collection[str]) -> None:
-    """Check the relations between the flags of a program."""
+def check_rules(config: Any, given: Collection[str], in_file: Collection[str] = ()) -> None:
+    """Check the relations between the flags of a program.
+
+    Args:
+        config: the groups of flags.
+        given: names of the flags that the user gave.
+        in_file: names of those that only the file of ``--config`` gives.
+    """
     rules, defaults = rules_of(type(config)), defaults_of(type(config))
     changed = {name for name, value in values_of(config).items() if not is_default(value, defaults[name])}
     for name in sorted(changed):
@@ -213,7 +219,8 @@ def check_rules(config: Any, given: Collection[str]) -> None:
     for name in sorted(set_together):
         for other in f"{rules[name].excludes} {rules[name].replaces}".split():
             if other in set_together:
-                raise UsageError(f"--{name} and --{other} exclude each other: pass one")
+                one, two = (f"--{each}{' of --config' if each in in_file else ''}" for each in (name, other))
+                raise UsageError(f"{one} and {two} exclude each other: pass one")
 
 
 def flags_in(document: Flags) -> dict[str, Any]:

@@ -124,6 +124,15 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path, content: str | None
     assert "\n" not in str(refusal.value)
 
 
+@pytest.mark.parametrize("words", ["--budget 1m", "--one_step"])
+def test_a_flag_that_excludes_one_of_the_file_names_the_file(tmp_path: Path, words: str) -> None:
+    (tmp_path / "config.json").write_text('{"train_num_steps": 7}')
+    with pytest.raises(UsageError, match=r"^--\w+ and --train_num_steps of --config exclude each other"):
+        parse_rectified(f"--config {tmp_path}/config.json {words}")
+    with pytest.raises(UsageError, match=r"^--\w+ and --\w+ exclude each other: pass one$"):
+        parse_rectified(f"--config {tmp_path}/config.json {words} --train_num_steps 7")
+
+
 def test_a_file_with_the_mark_of_a_windows_editor_is_read(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(b'\xef\xbb\xbf{"seed": 7}')
     assert parse_rectified(f"--config {tmp_path}/config.json").run.seed == 7
