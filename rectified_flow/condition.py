@@ -6,6 +6,7 @@ training and guidance in sampling are the same for all kinds.
 
 import re
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -201,12 +202,15 @@ class Labels(WrittenCondition):
         names = self.examples
         # If all names are numbers, the number of a class could be the name of another.
         numbers = {} if all(map(NUMBER.fullmatch, names)) else {str(label): label for label in range(self.num_classes)}
-        known = numbers | {name: label for label, name in enumerate(names)}
-        for text in texts:
-            if text not in known:
+        folded = Counter(map(str.casefold, names))  # names that differ in case only are read as they are written
+        alike = {name.casefold(): label for label, name in enumerate(names) if folded[name.casefold()] == 1}
+        exact = numbers | {name: label for label, name in enumerate(names)}
+        found = [exact.get(text, alike.get(text.casefold())) for text in texts]
+        for text, label in zip(texts, found, strict=True):
+            if label is None:
                 like = f"names like {', '.join(names[:3])}" + f", or numbers up to {len(names) - 1}" * bool(numbers)
                 raise UsageError(f"{text} does not exist: pass {like}")
-        return torch.tensor([known[text] for text in texts])
+        return torch.tensor(found)
 
     @override
     def targets(self, values: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ This module imports none of the modules that register: :mod:`rectified_flow.room
 import inspect
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -136,10 +136,17 @@ def names(role: Role | type) -> list[str]:
     return sorted(name for name, kind in kinds if issubclass(kind, role))
 
 
-def find(flag: str, role: Role | type, name: str) -> Any:
-    """Return what :func:`names` has under ``name``; the error names ``flag`` and lists the names."""
+def find(flag: str, role: Role | type, name: str, others: Collection[str] = ()) -> Any:
+    """Return what :func:`names` has under ``name``; the error names ``flag`` and lists the names.
+
+    Args:
+        flag: name of the argument.
+        role: the role of the part.
+        name: name of the part.
+        others: names of other roles that the argument takes, too.
+    """
     known = names(role)
-    choices = " or ".join(known) or "another"
+    choices = " or ".join([*known, *others]) or "another"
     if name not in known and isinstance(role, str) and name in _REGISTERED[None]:
         raise UsageError(
             f"{quoted(flag)} {name} is registered without this role: decorate it with @register(role={role!r})"

@@ -114,6 +114,9 @@ def test_numbers_are_drawn_from_the_training_data() -> None:
 def test_values_are_read_as_a_user_writes_them() -> None:
     assert Number((0.0, 1.0)).parse(["0.5", "-2"]).tolist() == [0.5, -2]
     assert Labels(3, ("cat", "dog", "1")).parse(["dog", "0", "1"]).tolist() == [1, 0, 2], "a name before a number"
+    assert Labels(3, ("Red", "red", "true")).parse(["red", "Red", "True"]).tolist() == [1, 0, 2]
+    with pytest.raises(UsageError, match="RED does not exist"):
+        Labels(3, ("Red", "red", "true")).parse(["RED"])
     with pytest.raises(UsageError, match="big is not a number"):
         Number((0.0, 1.0)).parse(["big"])
     with pytest.raises(UsageError, match="dg does not exist: pass names like cat, dog, or numbers up to 1"):

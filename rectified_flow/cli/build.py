@@ -12,7 +12,7 @@ from accelerate.utils import set_seed
 from rectified_flow.cli.model_flags import ExportedConfig, ModelConfig, SamplingConfig, SolverConfig
 from rectified_flow.cli.training_flags import ColumnConfig, FlowConfig, Method, NetworkConfig, TrainConfig
 from rectified_flow.condition import ConditionSpecs, Picture, chosen
-from rectified_flow.data.metadata import identity_of
+from rectified_flow.data.metadata import condition_among, identity_of
 from rectified_flow.distributed import check_equal, join_processes, on_main
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import plain
@@ -119,7 +119,9 @@ def guidance_of(flags: SolverConfig, flow: Flow) -> Guidance:
     if scale is None:
         scale = 1.0 if flags.guidance else flow.default_guidance
     low, high = sorted(flags.guidance_interval)
-    return Guidance(scale, (low, high), flags.guidance_scales)
+    known = chosen(flow.conditions)
+    scales = {condition_among(known, name): each for name, each in flags.guidance_scales.items()}
+    return Guidance(scale, (low, high), scales)
 
 
 def _solver_options(flags: SolverConfig, trained: Trained) -> dict[str, Any]:
@@ -135,13 +137,14 @@ def _solver_options(flags: SolverConfig, trained: Trained) -> dict[str, Any]:
     guidance = guidance_of(flags, flow)
     if guidance.scale != 1 or guidance.scales:
         options["guidance"] = guidance
-    named = {"solver": "--solver", "grid": "--time_grid", "guidance": "--guidance_scale"}
+    scaled = "--guidance_scale" if flags.guidance_scale is not None else "--guidance"
+    named = {"solver": "--solver", "grid": "--time_grid", "guidance": scaled}
     unused = [named[name] for name in options if name not in sampling_defaults(flow)]
-    hint = ", which needs no solver and is guided in training, by --guidance_scale" * flow.is_map
+    hint = ", which needs no solver, and is guided if it was trained with --guidance_scale" * flow.is_map
     if unused:
         raise UsageError(f"{' '.join(unused)} has no effect: {source} holds a {type(flow).__name__}{hint}")
     known = chosen(flow.conditions)
-    for name in flags.guidance_scales:
+    for name in guidance.scales:
         if name not in known:
             raise UsageError(f"--guidance {name}: {source} has no condition {name}; pass {', '.join(known) or 'none'}")
     if "guidance" in options and not known:

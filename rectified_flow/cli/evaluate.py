@@ -166,7 +166,7 @@ def _data_of_shape(trained: Trained, dataset_path: Path | None) -> PictureData:
     return PictureData(Pictures(image_size=min(height, width), aspect_ratio=ratio, alpha=has_alpha, grey=is_grey))
 
 
-def _summary(result: dict[str, Any], *, generates: bool) -> str:
+def _summary(result: dict[str, Any], *, generates: bool = True) -> str:
     """Return lines on a result, whose metrics may need no samples."""
     framing = result.get("framing")
     size = size_text(framing["width"], framing["height"]) if framing else result["image_size"]

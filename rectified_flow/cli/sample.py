@@ -35,8 +35,8 @@ from rectified_flow.flows.flow import Flow, sample_batches
 from rectified_flow.flows.solvers import NO_GUIDANCE
 from rectified_flow.hub import CardContents, card_of_run, claim_model, save_pretrained
 from rectified_flow.load import Trained, autocast, model_hash, solver_name
-from rectified_flow.runs.checkpoint import early_of
-from rectified_flow.spaces.medium import Medium
+from rectified_flow.runs.checkpoint import early_of, place_of
+from rectified_flow.spaces.medium import PREVIEW, Medium
 from rectified_flow.system.artifact import claim, claimed_names, write_output
 from rectified_flow.system.files import locked, prepare_folder, replace_file, writing
 from rectified_flow.system.pictures import (
@@ -96,10 +96,12 @@ class Outputs:
 
 def sample(config: SampleConfig) -> None:
     """Sample this process's share of the images, and write a grid on the main process."""
-    like = None if config.samples.like is None else read_provenance(config.samples.like)
-    if like is not None:
+    like, file = None, config.samples.like
+    if file is not None:
+        like = read_provenance(_picture_of(file))
         scales = tuple(f"{name}={Decimal(repr(scale)):f}" for name, scale in like.guidance.items())
-        config = with_values(config, asdict(like) | {"guidance": scales, "like": None})
+        place = {"checkpoint": _run_of(file, config.model.checkpoint)}
+        config = with_values(config, asdict(like) | place | {"guidance": scales, "like": None})
     flags, model = config.samples, config.samples.save_pretrained
     state, trained, options = open_trained(config)
     options |= {"seed": flags.seed, "batch_size": config.model.batch_size}
@@ -133,6 +135,18 @@ def sample(config: SampleConfig) -> None:
         tqdm.write(lines({"model": model}))
 
 
+def _picture_of(file: Path) -> Path:
+    """Return the picture of a sample, which is the preview of a measurement."""
+    preview = file.with_name(f"{file.stem}{PREVIEW}")
+    return preview if preview.exists() else file
+
+
+def _run_of(file: Path, default: Path) -> Path:
+    """Return the run in whose folder a file is, if ``default`` does not exist; ``default`` if there is none."""
+    parents = [] if default.exists() else file.resolve().parents
+    return next((parent for parent in parents if place_of(parent).is_dir()), default)
+
+
 def _repeat(like: Provenance, trained: Trained, options: dict[str, Any]) -> SampleRequest:
     """Return the request for a picture that was generated earlier."""
     if like.steps > MAX_LIKE_STEPS:
@@ -140,8 +154,10 @@ def _repeat(like: Provenance, trained: Trained, options: dict[str, Any]) -> Samp
         raise UsageError(f"{found}: pass its settings by --steps, --seed and other flags instead")
     if like.model != model_hash(trained.flow):
         raise UsageError(f"--like needs a picture of {trained.source}, and another model generated this one")
-    if like.number is None or like.from_picture:
-        raise UsageError("--like needs a single picture that was generated from noise: pass one of sample.py")
+    if like.from_picture:
+        raise UsageError("--like needs a picture from noise, and this one was made with --from_images: pass its source")
+    if like.number is None:
+        raise UsageError("--like needs a single picture, and this file holds several: pass one of them")
     if unknown := like.conditions.keys() - written(trained.flow.conditions).keys():
         raise UsageError(f"--like has the condition {min(unknown)}, and {trained.source} was trained without it")
     texts = {name: [text] for name, text in like.conditions.items()}
@@ -256,7 +272,12 @@ def _write_grid(outputs: Outputs, flags: PicturesConfig) -> dict[str, object]:
     # Other processes wrote most of the samples, so the grid reads them back.
     grid = write_picture(outputs.grid, _grid_of(outputs, flags.variants), **outputs.metadata())
     files = {"values": outputs.values, "pictures": outputs.pictures}
-    return {"grid": grid} | {name: f"{paths[0]} to {paths[-1].name}" for name, paths in files.items() if paths}
+    return {"grid": grid} | {name: _span(paths) for name, paths in files.items() if paths}
+
+
+def _span(paths: Sequence[Path]) -> str:
+    """Return the first and the last of some files in words."""
+    return f"{paths[0]} to {paths[-1].name}" if len(paths) > 1 else str(paths[0])
 
 
 def _grid_of(outputs: Outputs, variants: int) -> Any:

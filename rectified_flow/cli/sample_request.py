@@ -18,6 +18,7 @@ from rectified_flow.cli.model_flags import PicturesConfig
 from rectified_flow.cli.sample_names import Names, is_sheet
 from rectified_flow.condition import Labels, WrittenCondition, example_texts, read_written, written
 from rectified_flow.data.degraded import degraded
+from rectified_flow.data.metadata import condition_among
 from rectified_flow.data.sources.listing import list_folder
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.evaluation.evaluator import AT_ONCE, render_sources
@@ -160,7 +161,8 @@ def written_conditions(flags: PicturesConfig, flow: Flow, source: Path) -> dict[
     if flags.classes is not None:
         texts[label] = _values(label, flags.classes, kinds, source, f"--classes {flags.classes}")
     for option in (each for some in flags.set_ for each in some):
-        name, _, text = option.partition("=")
+        column, _, text = option.partition("=")
+        name = condition_among(kinds, column)
         texts[name] = [*texts.get(name, ()), *_values(name, text, kinds, source, f"--set {option}")]
     return texts
 
@@ -187,16 +189,17 @@ def _kind_of(name: str, kinds: Mapping[str, WrittenCondition], source: Path, fla
 
 def axis_of(text: str, flow: Flow, source: Path) -> tuple[str, list[str]]:
     """Return name and values of an axis of ``--grid``: ``NAME``, ``NAME=VALUE,VALUE``, ``seed`` or ``seed=COUNT``."""
-    name, _, values = text.partition("=")
-    if name == "seed":
+    column, _, values = text.partition("=")
+    if column == "seed":
         if values and not (values.isdecimal() and 0 < int(values) <= MAX_CELLS):
             raise UsageError(f"--grid {text} must be seed=COUNT, with 1 to {MAX_CELLS}, such as seed=4")
-        return name, [str(number) for number in range(int(values or SEEDS))]
+        return column, [str(number) for number in range(int(values or SEEDS))]
     kinds, flag = written(flow.conditions), f"--grid {text}"
+    name = condition_among(kinds, column)
     examples = list(_kind_of(name, kinds, source, flag).examples[:MAX_CELLS])
     given = _values(name, values, kinds, source, flag) if values else examples
     if not given:
-        raise UsageError(f"{flag} needs values: pass {name}=VALUE,VALUE")
+        raise UsageError(f"{flag} needs values: pass {column}=VALUE,VALUE")
     return name, given
 
 

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
@@ -176,6 +176,11 @@ def _texts_of(value: Any) -> list[str] | None:
     known = (each for each in (value if several else [value]) if each is not None)
     texts = (str(each).encode("utf-8", "replace").decode().strip() for each in known)  # without halves of characters
     return [text for text in texts if text]
+
+
+def condition_among(known: Collection[str], name: str) -> str:
+    """Return the name of the condition that a user names, by its own name or by that of its column."""
+    return name if name in known else condition_name(name)
 
 
 def condition_name(column: str) -> str:

@@ -4,7 +4,7 @@ import csv
 import io
 import json
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
@@ -219,12 +219,22 @@ def _named(values: Sequence[str], names: PictureNames, folder: Path) -> float:
     return sum(1 + ("." in value) for value in {*found}) if len(found) >= NAMED * len(values) else 0
 
 
+def distinct(titles: Iterable[str]) -> list[str]:
+    """Return the titles of columns, of which a repeated one has a number, such as ``kind_2``."""
+    seen = Counter[str]()
+    numbered = list[str]()
+    for title in titles:
+        seen[title] += 1
+        numbered.append(f"{title}_{seen[title]}" if title and seen[title] > 1 else title)
+    return numbered
+
+
 def _separated_rows(text: str, layout: Layout) -> Iterator[Row]:
     """Yield the rows of a text."""
-    titles = [
+    titles = distinct(
         FILE_NAME if at == layout.column else name.strip() or f"column_{at + 1}"
         for at, name in enumerate(layout.titles)
-    ]
+    )
     reader = csv.reader(io.StringIO(text), delimiter=layout.separator, skipinitialspace=layout.separator == " ")
     last = len(titles) - 1
     for row in islice(filter(None, reader), layout.skipped, None):

@@ -22,6 +22,7 @@ from rectified_flow.data.table_files import (
     TEXT,
     Row,
     Value,
+    distinct,
     json_rows,
     read_rows,
     rows_of,
@@ -201,8 +202,10 @@ def _csv_rows(text: str) -> Iterator[Row]:
     if not found:
         raise ValueError(f"the first line has no column {FILE_NAME} between commas, semicolons or tabs")
     how: Row = {"delimiter": found[0], "restval": "", "skipinitialspace": True, "strict": True}
-    for row in csv.DictReader(io.StringIO(text), **how):
+    reader = csv.DictReader(io.StringIO(text), **how)
+    reader.fieldnames = distinct(name.strip() for name in reader.fieldnames or ())
+    for row in reader:
         if any(row.pop(None, ())):  # csv.DictReader stores surplus values under None
             raise ValueError("it has more values than the header; put texts with commas in quotes")
-        named = {name.strip(): value for name, value in row.items() if name.strip()}
+        named = {name: value for name, value in row.items() if name}
         yield named if found[0] == "," else {name: with_point(value.strip()) for name, value in named.items()}

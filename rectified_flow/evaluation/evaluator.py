@@ -67,7 +67,8 @@ class Evaluator:
         self.num_samples, self.seed, self.batch_size = num_samples, seed, batch_size
         known, of_scores = dict.fromkeys(metrics), names("score")
         self.scores: list[Score] = [find("metric", "score", name) for name in known if name in of_scores]
-        self.metrics: list[Metric] = [find("metric", "metric", name) for name in known if name not in of_scores]
+        others = [name for name in known if name not in of_scores]
+        self.metrics: list[Metric] = [find("metric", "metric", name, of_scores) for name in others]
         self.medium = medium
         self._given = WeakKeyDictionary[Flow, dict[str, Tensor]]()
         self._network = feature_network

@@ -201,6 +201,10 @@ REFUSALS: dict[tuple[str, str], list[tuple[str, str]]] = {
     (EVALUATE, f"--checkpoint {{labels.one}} {OUTPUT}"): [
         ("--checkpoint {tmp}", "there is no checkpoint at"),
         ("--dataset_path {tmp}/moved", "is not a folder"),
+        (
+            "--metric agreemint",
+            "agreemint is not registered: choose copies or frechet or kernel or manifold or agreement",
+        ),
         ("--metric likelihood --guidance_scale 2", "--metric likelihood is measured without guidance"),
         ("--metric likelihood --solver heun", "--metric likelihood is measured without guidance"),
         ("--dataset_path {paired.data}/to", "was trained on different classes than to"),

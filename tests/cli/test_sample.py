@@ -105,14 +105,26 @@ def test_what_says_nothing_or_too_little_is_not_generated_again(run: Path, tmp_p
     draw(*made, "--output_dir", tmp_path / "from", "--from_images", tmp_path / "made/00000.png")
     for checkpoint_, like, words in (
         (run, "plain/00000.png", "00000.png does not say how it was generated: pass a picture of sample.py"),
-        (run, "made/grid.png", "--like needs a single picture that was generated from noise"),
-        (run, "from/00000.png", "--like needs a single picture that was generated from noise"),
+        (run, "made/grid.png", "--like needs a single picture, and this file holds several"),
+        (run, "from/00000.png", "--like needs a picture from noise, and this one was made with --from_images"),
         (run, "nowhere.png", "nowhere.png is missing"),
         (run, "made/00000.png --seed 2", "--like and --seed exclude each other: pass one"),
         (run, "made/00000.png --solver heun", "--like and --solver exclude each other: pass one"),
         (tmp_path / "other", "made/00000.png", "and another model generated this one"),
     ):
         assert_refused("sample.py", 1, f"--checkpoint {checkpoint_} --like {tmp_path}/{like}", words)
+
+
+def test_a_picture_in_the_folder_of_its_run_names_the_run(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """No other run is needed than the one whose folder the file is in."""
+    shutil.copytree(run, tmp_path / "mine")
+    draw("--checkpoint", tmp_path / "mine", "--num_samples", 2, "--steps", 1)
+    monkeypatch.chdir(tmp_path)
+    draw("--like", "mine/generated/00001.png")
+    assert (tmp_path / "mine/like/00001-seed-0.png").exists()
+    assert "00001-seed-0.png to" not in capfd.readouterr().out
 
 
 def test_the_nearest_training_pictures_are_shown_with_their_distances(

@@ -396,6 +396,11 @@ def test_files_that_are_no_pictures_are_named_for_what_they_are(tmp_path: Path, 
         open_dataset(str(file.parent), image_size=4)
     with pytest.raises(UsageError, match=rf"^`dataset_path` /.*1\.jpg is not a folder, but {content}"):
         open_dataset("", file, image_size=4)
+    if content.startswith("a zip archive"):
+        file.with_suffix(".npz").write_bytes(CONTENTS[content])
+        with pytest.raises(UsageError, match=r"1\.npz is not a folder, but a NumPy archive; save one array of each as"):
+            open_dataset("", file.with_suffix(".npz"), image_size=4)
+        file.with_suffix(".npz").unlink()
     file.rename(file.with_suffix(".unknown"))
     with pytest.raises(UsageError, match=rf"holds no pictures .*; .*1\.unknown is {content}"):
         open_dataset(str(file.parent), image_size=4)

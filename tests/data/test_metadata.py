@@ -15,7 +15,7 @@ from PIL import Image
 
 from rectified_flow.condition import Labels, Number
 from rectified_flow.data.description import Columns, PictureData
-from rectified_flow.data.metadata import RESERVED, choose_columns, condition_name
+from rectified_flow.data.metadata import RESERVED, choose_columns, condition_among, condition_name
 from rectified_flow.data.open import Pictures, open_dataset
 from rectified_flow.data.sources.synthetic_flowers import SyntheticFlowers
 from rectified_flow.data.store import ImageDataset
@@ -152,6 +152,8 @@ def test_names_of_conditions_fit_the_network() -> None:
     assert variant_conditions(Pixels(augmentation=0.1)).keys() <= RESERVED, "a column would lose its place"
     names = {"Unicode version": "Unicode_version", "x": "x_column", "2nd": "2nd_column", "é!": "é"}
     assert {column: condition_name(column) for column in names} == names
+    assert {column: condition_among([*names.values()], column) for column in names} == names
+    assert condition_among(["kind_column"], "kind_column") == "kind_column"
 
 
 def lines_of(*lines: str) -> str:
@@ -182,6 +184,10 @@ FILES: dict[str, tuple[dict[str, str | bytes], str]] = {
     "old Macintosh": ({"metadata.csv": cells("size", ["3"], end="\r")}, "size: Number 3 3 3"),
     "spaces after commas": ({"metadata.csv": cells(" size", [" 3"])}, "size: Number 3 3 3"),
     "columns without a name": ({"metadata.csv": cells("size,,", ["3,,"])}, "size: Number 3 3 3"),
+    "a repeated title": (
+        {"metadata.csv": cells("size, size", ["3,4"])},
+        "size: Number 3 3 3; size_2: Number 4 4 4",
+    ),
     "short rows": ({"metadata.csv": cells("size,more", ["3"])}, "size: Number 3 3 3"),
     "a minus of typographers": ({"metadata.csv": cells("size", ["\N{MINUS SIGN}3.5", "4"])}, "size: Number -3.5 4"),
     "exponents": ({"metadata.csv": cells("size", ["1e-3", "+2.5E2", ".5", "7."])}, "size: Number 0.001 250 0.5 7"),
