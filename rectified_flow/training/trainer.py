@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
@@ -19,7 +19,7 @@ from rectified_flow import distributed
 from rectified_flow.data.stream import Batch, Batches, StreamSampler, image_indices
 from rectified_flow.errors import UsageError
 from rectified_flow.flows.flow import Flow
-from rectified_flow.networks.network import to_device
+from rectified_flow.networks.network import checked_outputs, to_device
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.folder import CLOCK_FILE, data_description, times_of
 from rectified_flow.runs.run import Run
@@ -63,7 +63,8 @@ class Trainer:
 
     Raises:
         UsageError: if the batch does not divide, the dataset is empty, a parameter would be trained in less than
-            float32, the precision is unavailable, or the processes differ in data, flags, flow or versions.
+            float32, the network of a :class:`Flow` does not return the shape of ``x``, the precision is unavailable, or
+            the processes differ in data, flags, flow or versions.
     """
 
     def __init__(
@@ -93,7 +94,8 @@ class Trainer:
         to_device(flow, self.device, self.accelerator.mixed_precision)
         # A forward pass on one item: a flow learns its shape, and a mismatch shows before anything else happens.
         was_training = flow.training
-        with torch.no_grad(), self.accelerator.autocast():
+        outputs = checked_outputs(flow.network) if isinstance(flow, Flow) else nullcontext()
+        with torch.no_grad(), self.accelerator.autocast(), outputs:
             flow.eval()(**moved(Batches(dataset).__getitems__([0]), self.device))
         flow.train(was_training)
         ema = constant_average(flow, config.ema_decay) if config.ema_decay else None

@@ -1,5 +1,6 @@
 """Tests of custom flows, networks, optimizers and schedules, frozen parameters, and weights in half precision."""
 
+import re
 import shutil
 from dataclasses import replace
 from functools import partial
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.errors import UsageError
+from rectified_flow.flows.flow import Flow
+from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.load import load_flow
 from rectified_flow.registry import register
@@ -348,3 +351,23 @@ def test_another_schedule(tmp_path: Path, flowers: ImageDataset) -> None:
     assert rates(tmp_path / "half") == rates(tmp_path / "straight")
     [sentence] = run_on_ranks(1, refused, replace(config, train_num_steps=12), flowers)
     assert "was trained by SGD, not AdamW" in sentence
+
+
+class OneChannel(nn.Module):
+    """A network that returns one channel, which the loss would broadcast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(3, 1, 1)
+
+    def forward(self, x: Tensor, t: Tensor, r: Tensor | None = None) -> Tensor:
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("kind", [RectifiedFlow, MeanFlow])
+def test_a_network_that_returns_another_shape_is_refused(
+    kind: type[Flow], tmp_path: Path, flowers: ImageDataset
+) -> None:
+    sentence = re.escape("OneChannel returns (1, 8, 8) for x of (3, 8, 8): return the shape of x")
+    with pytest.raises(UsageError, match=sentence):
+        Trainer(kind(OneChannel()), flowers, tiny_config(tmp_path))
