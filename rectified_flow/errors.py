@@ -1,5 +1,7 @@
 """Errors whose sentence the programs print without a traceback."""
 
+LONGEST = 100  # maximum length of a refused path or value in an error message
+
 
 class UsageError(ValueError):
     """Input that a run cannot start with: one sentence naming the argument or file and what to do. Exit code 2.

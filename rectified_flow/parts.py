@@ -5,13 +5,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from rectified_flow.errors import UsageError, first_line, quoted
-from rectified_flow.registry import OFFERS, Role, find, names, needs_of, parameters_of
-from rectified_flow.system.files import LONGEST, usable_path
+from rectified_flow.registry import OFFERS, Role, find, fitting, names, needs_of, parameters_of
+from rectified_flow.system.files import usable_path
 
 
 @dataclass(frozen=True)
@@ -103,30 +102,9 @@ def choose_named(flag: str, base: type, text: str) -> Any:
 
 
 def validated(name: str, candidates: Sequence[object], hint: Any) -> Any:
-    """Return the first candidate that fits the annotation ``hint``, as a value of its type."""
-    from pydantic import ValidationError
-
-    try:
-        adapter = _adapter(hint)
-    except TypeError:  # an annotation of a part of one's own may have a list in it
-        adapter = _adapter.__wrapped__(hint)
-    for candidate in candidates:
-        try:
-            [value] = adapter.validate_python((candidate,))
-        except ValidationError as error:
-            problem = error.errors(include_url=False)[0]
-        else:
-            return usable_path(name, value) if isinstance(value, Path) else value
-    requirement = problem["msg"].partition(" should ")[2] or problem["msg"]
-    raise UsageError(f"{name} is {str(problem['input'])[:LONGEST]}; it must {requirement}")
-
-
-@cache
-def _adapter(hint: Any) -> Any:
-    from pydantic import ConfigDict, TypeAdapter
-
-    # In a tuple, as pydantic takes no rules for a dataclass alone.
-    return TypeAdapter(tuple[hint], config=ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False))
+    """Return the first candidate that fits the annotation ``hint``; a path is returned as one that can be used."""
+    value = fitting(name, candidates, hint)
+    return usable_path(name, value) if isinstance(value, Path) else value
 
 
 def arguments_from(group: object, names: Sequence[str], target: Callable[..., object]) -> dict[str, object]:

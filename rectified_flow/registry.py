@@ -16,11 +16,11 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial, wraps
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints, overload
 
-from rectified_flow.errors import UsageError, first_line, quoted
+from rectified_flow.errors import LONGEST, UsageError, first_line, quoted
 
 Role = Literal["network", "flow", "dataset", "reader", "optimizer", "metric", "score", "format"]
 """The purpose of a registered class or function; checkpoints describe networks, flows and classes without a role."""
@@ -78,6 +78,8 @@ def register(*, role: Role | None = None, needs: Sequence[str] | None = None) ->
 def register(target: T | None = None, /, *, role: Role | None = None, needs: Sequence[str] | None = None) -> Any:
     """Register a class or function under its own name. This is a decorator, with or without arguments.
 
+    From then on, constructors of this package check their arguments by their annotations.
+
     Args:
         target: the class or function.
         role: the purpose of the target. Without a role, it is a class that checkpoints describe, and that is found by
@@ -102,7 +104,17 @@ def register(target: T | None = None, /, *, role: Role | None = None, needs: Seq
         _NEEDS[target] = tuple(needs)
     for shelf in shelves:
         _REGISTERED[shelf][name] = target
+    if isinstance(target, type) and None in shelves:
+        _check_constructors(target)
     return target
+
+
+def _check_constructors(kind: type) -> None:
+    """Have the constructors of a class and of its bases check their arguments, if they are of this package."""
+    for each in kind.__mro__:
+        constructor = vars(each).get("__init__")
+        if _is_own(each) and constructor is not None and not hasattr(constructor, "__wrapped__"):
+            each.__init__ = checked(constructor)  # type: ignore[misc]
 
 
 def needs_of(target: object) -> tuple[str, ...]:
@@ -189,10 +201,24 @@ def build(description: Mapping[str, object]) -> Any:
         raise UsageError(f"the kind {name} is not registered: pass `import` with its module")
     arguments = {key: _built(value) for key, value in description.items() if key != "kind"}
     try:
-        _check_arguments(kind, arguments)
-        return kind(**arguments)
+        return kind(**_as_described(kind, arguments))
     except Exception as error:  # of any type: the constructor may be a user's
         raise UsageError(f"{name} cannot be built from its description: {first_line(error)}") from error
+
+
+def _as_described(kind: type, arguments: Mapping[str, object]) -> Mapping[str, object]:
+    """Return arguments as the constructor of a class takes them."""
+    if not _is_own(kind):
+        return arguments
+    parameters = parameters_of(kind)
+    if unknown := arguments.keys() - parameters.keys():
+        raise UsageError(f"it has no argument {min(unknown)!r}; upgrade if a newer version wrote the description")
+    return {name: as_described(value, parameters[name].annotation) for name, value in arguments.items()}
+
+
+def _is_own(kind: type) -> bool:
+    """Return whether a class is of this package: others may have loose annotations, and check the values themselves."""
+    return kind.__module__.startswith(f"{__package__}.")
 
 
 def parameters_of(target: Callable[..., object]) -> dict[str, inspect.Parameter]:
@@ -205,45 +231,106 @@ def parameters_of(target: Callable[..., object]) -> dict[str, inspect.Parameter]
         functions = [vars(each)["__init__"] for each in target.__mro__ if "__init__" in vars(each)]
     found: dict[str, inspect.Parameter] = {}
     for function in functions:
-        hints: dict[str, object] = {}
-        with suppress(Exception):  # a user's annotation may name what is imported for type checks only
-            hints = get_type_hints(function, include_extras=True)
-        parameters = inspect.signature(function).parameters.values()
+        parameters = annotated_parameters(function)
         for each in parameters:
             if each.name != "self" and each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY):
-                found.setdefault(each.name, each.replace(annotation=hints.get(each.name, object)))
+                found.setdefault(each.name, each)
         if all(each.kind is not each.VAR_KEYWORD for each in parameters):
             break
     return found
 
 
-def _check_arguments(kind: type, arguments: dict[str, object]) -> None:
-    """Check the arguments of a class of this package by its annotations, and turn text into paths.
+def fitting(name: str, candidates: Sequence[object], hint: object, *, strict: bool = False) -> object:
+    """Return the first candidate that fits the annotation ``hint``, as a value of its type.
 
-    Classes outside of the package may have loose annotations, and check the values themselves.
+    Args:
+        name: the argument for error messages.
+        candidates: one value, or several readings of a text.
+        hint: the annotation.
+        strict: refuse values of other types instead of converting them.
+
+    Raises:
+        UsageError: if no candidate fits.
     """
-    from pydantic import ConfigDict, TypeAdapter, ValidationError  # importing models does not load it
+    from pydantic import ValidationError  # importing models does not load it
 
-    if not kind.__module__.startswith(f"{__package__}."):
-        return
-    parameters, rules = parameters_of(kind), ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False)
-    for name, value in arguments.items():
-        if name not in parameters:
-            raise UsageError(f"it has no argument {name!r}; upgrade if a newer version wrote the description")
-        hint: Any = parameters[name].annotation
-        expected = get_args(hint)[0] if get_origin(hint) is Annotated else hint
-        if isinstance(value, str) and Path in (expected, *get_args(expected)):
-            arguments[name] = Path(value)  # a description holds a path as text
-        try:  # in a tuple, as pydantic takes no rules for a dataclass alone
-            TypeAdapter(tuple[hint], config=rules).validate_python((arguments[name],), strict=True)
+    try:
+        adapter = _adapter(hint)
+    except TypeError:  # an annotation of a part of one's own may have a list in it
+        adapter = _adapter.__wrapped__(hint)
+    for candidate in candidates:
+        try:
+            [value] = adapter.validate_python((candidate,), strict=strict or None)
         except ValidationError as error:
-            raise UsageError(f"{name}: {error.errors(include_url=False)[0]['msg']}") from error
+            problem = error.errors(include_url=False)[0]
+        else:
+            return value
+    requirement = problem["msg"].partition(" should ")[2] or problem["msg"]
+    raise UsageError(f"{name} is {str(problem['input'])[:LONGEST]}; it must {requirement}")
+
+
+@cache
+def _adapter(hint: Any) -> Any:
+    from pydantic import ConfigDict, TypeAdapter
+
+    # In a tuple, as pydantic takes no rules for a dataclass alone.
+    return TypeAdapter(tuple[hint], config=ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False))
+
+
+def checked(function: T) -> T:
+    """Have the arguments of a function checked by its annotations at each call; what it is called with stays as it is.
+
+    Lists count as tuples, and texts as paths, as they come back from a description.
+
+    Raises:
+        UsageError: if an argument does not fit.
+    """
+
+    @wraps(function)
+    def call(*args: object, **settings: object) -> object:
+        parameters = annotated_parameters(function)
+        hints = {each.name: each.annotation for each in parameters}
+        others = next((each.annotation for each in parameters if each.kind is each.VAR_KEYWORD), object)
+        for name, value in {**dict(zip(hints, args, strict=False)), **settings}.items():
+            hint = hints.get(name, others)
+            if hint is not object:
+                fitting(quoted(name), [as_described(value, hint)], hint, strict=True)
+        return function(*args, **settings)
+
+    return call  # type: ignore[return-value]
+
+
+@cache
+def annotated_parameters(function: Callable[..., object]) -> tuple[inspect.Parameter, ...]:
+    """Return the parameters of a function with their annotations resolved; ``object`` for those without one."""
+    hints: dict[str, object] = {}
+    with suppress(Exception):  # a user's annotation may name what is imported for type checks only
+        hints = get_type_hints(function, include_extras=True)
+    parameters = inspect.signature(function).parameters.values()
+    return tuple(each.replace(annotation=hints.get(each.name, object)) for each in parameters)
+
+
+def as_described(value: object, hint: object) -> object:
+    """Return a value as it comes back from a description: lists as tuples, scalars of NumPy as numbers, and paths."""
+    if isinstance(value, list | tuple):
+        return tuple(as_described(each, object) for each in value)
+    expected = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+    if isinstance(value, str) and Path in (expected, *get_args(expected)):
+        return Path(value)  # a description holds a path as text
+    return as_number(value)
+
+
+def as_number(value: object) -> object:
+    """Return a scalar of NumPy or torch as a number of Python, and other values as they are."""
+    is_scalar = getattr(value, "shape", None) == () and hasattr(value, "item")
+    return value.item() if is_scalar else value  # type: ignore[attr-defined]
 
 
 def as_plain(value: object, name: str) -> object:
     """Return the value called ``name`` in a form that JSON can store."""
     if is_registered(value):
         return describe(value)
+    value = as_number(value)
     if isinstance(value, _Plain):
         return value
     if isinstance(value, Path):

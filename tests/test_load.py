@@ -215,7 +215,7 @@ def test_a_model_is_uploaded_with_its_card_unless_that_was_edited_on_the_hub(
 @pytest.mark.parametrize("part", [{"dim": 10**9}, {"dim_mults": [10**9]}, {"dim_mults": [1] * 1000}, {"dim": 0}])
 def test_a_description_that_asks_for_too_much_is_refused_at_once(part: dict[str, Any]) -> None:
     description = describe(FLOWS["rectified"]())
-    with pytest.raises(UsageError, match=f"flow: Unet cannot be built from its description: {next(iter(part))}: "):
+    with pytest.raises(UsageError, match=f"flow: Unet cannot be built from its description: `{next(iter(part))}` is "):
         build_flow({**description, "network": {**description["network"], **part}}, "flow")
 
 

@@ -10,10 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from torch import nn
 
 from rectified_flow import registry
 from rectified_flow.errors import UsageError
+from rectified_flow.flows.flow import Flow
+from rectified_flow.flows.rectified import RectifiedFlow
+from rectified_flow.networks.unet import Unet
 from rectified_flow.parts import choose
 from rectified_flow.registry import OFFERS, build, describe, find, names, parameters_of, register
 from rectified_flow.rooms import import_rooms
@@ -25,7 +30,7 @@ def _own_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     import_rooms()  # once in a process, and not into the registry of a test
     monkeypatch.setattr(registry, "_REGISTERED", defaultdict(dict))
     monkeypatch.setattr(registry, "_NEEDS", {})
-    for kind in (Wheel, Vehicle, Car):
+    for kind in (Wheel, Vehicle, Car, Unet):
         register(kind)
 
 
@@ -239,3 +244,41 @@ def test_arguments_that_do_not_fit_are_told_with_their_kind(description: dict[st
 
     with pytest.raises(UsageError, match=f"{description['kind']} cannot be built from its description"):
         build(description)
+
+
+class Loose(RectifiedFlow):
+    """A flow of one's own, without annotations."""
+
+    def __init__(self, network, more="any", **settings):  # type: ignore[no-untyped-def]
+        super().__init__(network, **settings)
+        self.more = more
+
+
+@pytest.mark.parametrize("kind", [RectifiedFlow, Loose])
+@pytest.mark.parametrize(
+    ("name", "value", "requirement"),
+    [
+        ("prediction", "x0", "be 'velocity', 'clean' or 'noise'"),
+        ("distance", "l1", "be 'mse' or 'pseudo_huber'"),
+        ("coupling", "OT", "be 'independent', 'ot' or 'immiscible'"),
+        ("condition_dropout", 2.0, "be less than or equal to 1"),
+        ("space", "pixels", "be an instance of Space"),
+    ],
+)
+def test_a_constructor_of_the_package_checks_its_arguments(
+    kind: type[Flow], name: str, value: Any, requirement: str
+) -> None:
+    with pytest.raises(UsageError, match=f"`{name}` is {value}; it must {requirement}"):
+        kind(nn.Identity(), **{name: value})
+    assert kind(nn.Identity(), condition_dropout=0.5).condition_dropout == 0.5
+
+
+def test_a_class_of_ones_own_takes_what_it_likes() -> None:
+    assert Loose(nn.Identity(), more=5).more == 5
+    assert Car(5).wheels == 5
+
+
+def test_lists_and_numbers_of_numpy_come_back_as_plain_data() -> None:
+    unet = Unet(np.int64(8), [1, 2], image_size=8)  # type: ignore[arg-type]
+    assert describe(there_and_back(unet)) == describe(Unet(8, (1, 2), image_size=8))
+    assert there_and_back(Car(np.float32(0.5))).wheels == 0.5

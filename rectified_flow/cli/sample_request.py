@@ -20,7 +20,7 @@ from rectified_flow.condition import Labels, WrittenCondition, example_texts, re
 from rectified_flow.data.degraded import degraded
 from rectified_flow.data.metadata import condition_among
 from rectified_flow.data.sources.listing import list_folder
-from rectified_flow.errors import UsageError, first_line
+from rectified_flow.errors import LONGEST, UsageError, first_line
 from rectified_flow.evaluation.evaluator import AT_ONCE, render_sources
 from rectified_flow.flows.flow import SOURCE, Flow, sampling_defaults
 from rectified_flow.load import Trained, reading_of
@@ -28,7 +28,7 @@ from rectified_flow.randomness import Samples, deterministic
 from rectified_flow.spaces.degradations import Degradation
 from rectified_flow.spaces.medium import PREVIEW, Medium
 from rectified_flow.spaces.space import Space
-from rectified_flow.system.files import LONGEST, read_lines
+from rectified_flow.system.files import read_lines
 from rectified_flow.system.pictures import fit, open_picture, upright_size
 from rectified_flow.system.terminal import size_text
 

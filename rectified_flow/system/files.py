@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 from filelock import FileLock, Timeout
 
-from rectified_flow.errors import BusyError, DamageError, NewerError, RunError, UsageError
+from rectified_flow.errors import LONGEST, BusyError, DamageError, NewerError, RunError, UsageError
 from rectified_flow.system.terminal import warn_once
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ PASSING = (EMFILE, ENFILE, ENOMEM, ESTALE, ETIMEDOUT)
 """Error numbers of temporary errors, such as a busy network disk or too many open files."""
 NO_DAMAGE = (EACCES, EPERM, *PASSING)
 """Error numbers that do not indicate damage: missing permissions or temporary errors."""
-LONGEST = 100  # maximum length of a refused path or value in an error message
 SILENT_WAIT = 1.0  # time after which a line says that another process is waited for [s]
 LOCK_TIMEOUT = 10.0
 """Time to wait for a process that is ending; loader processes may outlive a killed run by five seconds [s]."""
