@@ -340,6 +340,18 @@ def test_python_takes_a_folder_and_its_errors_name_parameters(
     assert build(describe(dataset.described)).open().path == dataset.path
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("crop", "middle"), ("resize", "bicubic"), ("bits", 11), ("image_size", -8), ("image_size", "8"), ("limit", -1)],
+)
+def test_an_argument_without_meaning_is_refused_before_a_store_is_written(
+    tmp_path: Path, name: str, value: Any
+) -> None:
+    with pytest.raises(UsageError, match=f"`{name}` is {value}; it must be "):
+        open_dataset("synthetic-flowers", cache_dir=tmp_path, **{name: value})
+    assert not [*tmp_path.iterdir()]
+
+
 def test_a_limited_number_of_pictures_is_spread_over_the_classes(tmp_path: Path) -> None:
     for number in range(8):
         picture(tmp_path / f"{'ab'[number // 4]}/{number}.png")
