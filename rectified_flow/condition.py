@@ -45,6 +45,14 @@ class Condition(ABC):
         same = (values == none) | (values.isnan() & none.isnan())
         return same.reshape(len(values), -1).all(dim=1)
 
+    def check(self, name: str, values: Tensor) -> str:
+        """Return a remark on the values ``[b, ...]`` of the condition ``name``; empty if there is none.
+
+        Raises:
+            UsageError: if a value does not exist.
+        """
+        return ""
+
     def draw(self, name: str, count: int, device: torch.device) -> Tensor:
         """Draw ``count`` values for samples whose caller gives none; by default "none" for every row.
 
@@ -174,6 +182,17 @@ class Labels(WrittenCondition):
     @override
     def none(self, count: int, device: torch.device) -> Tensor:
         return torch.full((count,), self.num_classes, device=device)
+
+    @override
+    def check(self, name: str, values: Tensor) -> str:
+        low, high = map(int, values.aminmax())
+        known = f"`Labels({self.num_classes})` takes 0 to {self.num_classes - 1}"
+        if low < 0 or high > self.num_classes:
+            raise UsageError(f"{name} {f'reach {high}' if low >= 0 else f'begin at {low}'}, and {known}: count from 0")
+        # Of a column, which has another name, missing values have this label.
+        if name != "labels" or low == 0 or high < self.num_classes:
+            return ""
+        return f"{name} reach {high}, which stands for no label, as {known}: count from 0 if {high} is a class"
 
     @classmethod
     @override
@@ -471,6 +490,18 @@ def read_written(kinds: ConditionSpecs, texts: Mapping[str, Sequence[str | None]
 def example_texts(kinds: ConditionSpecs) -> dict[str, list[str]]:
     """Return texts to sample with where a user writes no conditions: the examples of captions."""
     return {name: [*kind.examples] for name, kind in written(kinds).items() if kind.is_text and kind.examples}
+
+
+def check_values(kinds: ConditionSpecs, batch: Mapping[str, object]) -> list[str]:
+    """Return remarks on the conditions in a batch; only values on the CPU are read, as others would be waited for.
+
+    Raises:
+        UsageError: if a value does not exist.
+    """
+    given = {name: batch.get(name) for name in kinds}
+    there = {name: values for name, values in given.items() if isinstance(values, Tensor) and values.is_cpu}
+    remarks = (kinds[name].check(name, values) for name, values in there.items() if values.numel())
+    return [remark for remark in remarks if remark]
 
 
 def drop(kinds: ConditionSpecs, values: Values, probability: float) -> Values:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from rectified_flow.condition import chosen
+from rectified_flow.condition import ConditionSpecs, check_values, chosen
 from rectified_flow.data import GlobalBatch
 from rectified_flow.data.stream import Batch, Batches, StreamSampler
 from rectified_flow.errors import RunError, UsageError
@@ -91,15 +91,25 @@ def explain_loader_errors() -> Iterator[None]:
 
 
 def checked(batches: Iterator[Batch], flow: nn.Module, report: Callable[[str], object]) -> Iterator[Batch]:
-    """Return the same batches, after warnings about the first: data out of range, conditions that are missing."""
-    first, space = next(batches), getattr(flow, "space", None)
+    """Yield the same batches, after warnings about the first: data out of range, odd or missing conditions.
+
+    Raises:
+        UsageError: if a condition in a batch has a value that does not exist.
+    """
+    first, space, kinds = next(batches), getattr(flow, "space", None), getattr(flow, "conditions", {})
     problem = None if space is None else space.medium.problem_with(first)
-    if problem is not None:
-        report(f"warning: {problem}")
-    missing = ", ".join(name for name in chosen(getattr(flow, "conditions", {})) if name not in first)
+    for warning in [*([] if problem is None else [problem]), *check_values(kinds, first)]:
+        report(f"warning: {warning}")
+    missing = ", ".join(name for name in chosen(kinds) if name not in first)
     if missing:
         report(f"warning: the network takes {missing}, which the data do not have: it is trained without")
-    return chain([first], batches)
+    return chain([first], _with_checked_values(batches, kinds))
+
+
+def _with_checked_values(batches: Iterator[Batch], kinds: ConditionSpecs) -> Iterator[Batch]:
+    for batch in batches:
+        check_values(kinds, batch)
+        yield batch
 
 
 def paired(batches: Iterator[Batch], flow: Flow, stream: StreamSampler, step: int) -> Iterator[Batch]:

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from rectified_flow import distributed
+from rectified_flow.condition import check_values
 from rectified_flow.data.stream import Batch, Batches, StreamSampler, image_indices
 from rectified_flow.errors import UsageError
 from rectified_flow.flows.flow import Flow
@@ -63,8 +64,8 @@ class Trainer:
 
     Raises:
         UsageError: if the batch does not divide, the dataset is empty, a parameter would be trained in less than
-            float32, the network of a :class:`Flow` does not return the shape of ``x``, the precision is unavailable, or
-            the processes differ in data, flags, flow or versions.
+            float32, the network of a :class:`Flow` does not return the shape of ``x``, a label of the first item does
+            not exist, the precision is unavailable, or the processes differ in data, flags, flow or versions.
     """
 
     def __init__(
@@ -95,8 +96,10 @@ class Trainer:
         # A forward pass on one item: a flow learns its shape, and a mismatch shows before anything else happens.
         was_training = flow.training
         outputs = checked_outputs(flow.network) if isinstance(flow, Flow) else nullcontext()
+        item = Batches(dataset).__getitems__([0])
+        check_values(getattr(flow, "conditions", {}), item)
         with torch.no_grad(), self.accelerator.autocast(), outputs:
-            flow.eval()(**moved(Batches(dataset).__getitems__([0]), self.device))
+            flow.eval()(**moved(item, self.device))
         flow.train(was_training)
         ema = constant_average(flow, config.ema_decay) if config.ema_decay else None
         if config.compile:

@@ -2,20 +2,26 @@
 
 import multiprocessing
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from accelerate import PartialState
+from torch import nn
 from torch.utils.data import Dataset
 
+from rectified_flow.condition import Condition, Labels
 from rectified_flow.data import GlobalBatch
 from rectified_flow.data.stream import StreamSampler
 from rectified_flow.errors import RunError, UsageError
-from rectified_flow.training.loader import explain_loader_errors, gather_rows, load
+from rectified_flow.flows.rectified import RectifiedFlow
+from rectified_flow.networks.unet import Unet
+from rectified_flow.training.loader import checked, explain_loader_errors, gather_rows, load
+from rectified_flow.training.trainer import Trainer
 from tests.ranks import run_on_ranks
 from tests.training.runs import tiny_config
 
@@ -118,3 +124,42 @@ def test_shared_memory_without_room_for_a_lock(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("multiprocessing.synchronize.SemLock.__init__", refuse)
     with pytest.raises(RunError, match=r"could not be started \(No space left on device\)"):
         read_all(tmp_path, fail)
+
+
+class TakesLabels(nn.Module):
+    """A flow of three classes."""
+
+    conditions: ClassVar[dict[str, Condition]] = {"labels": Labels(3), "species": Labels(3)}
+
+
+def read_labels(*batches: list[int], name: str = "labels") -> list[str]:
+    """Return the warnings about batches with these labels, which are all read."""
+    warnings = list[str]()
+    read = checked(iter([{name: torch.tensor(labels)} for labels in batches]), TakesLabels(), warnings.append)
+    assert [batch[name].tolist() for batch in read] == [*batches]
+    return [warning for warning in warnings if "do not have" not in warning]
+
+
+@pytest.mark.parametrize(
+    ("labels", "found"), [([0, 4], "reach 4"), ([1, 2, 7], "reach 7"), ([-1, 2], "begin at -1")], ids=str
+)
+def test_labels_that_do_not_exist_are_refused_in_any_batch(labels: list[int], found: str) -> None:
+    sentence = re.escape(f"labels {found}, and `Labels(3)` takes 0 to 2: count from 0")
+    for batches in ([labels], [[0, 1, 2, 3], labels]):
+        with pytest.raises(UsageError, match=sentence):
+            read_labels(*batches)
+
+
+def test_labels_that_seem_to_be_counted_from_1_are_warned_of() -> None:
+    """The label 3 stands for no label, which data may mean."""
+    [warning] = read_labels([1, 2, 3])
+    assert warning.startswith("warning: labels reach 3, which stands for no label, as `Labels(3)` takes 0 to 2: count")
+    assert read_labels([0, 1, 2, 3]) == read_labels([0, 1, 2]) == read_labels([1, 2]) == []
+    assert read_labels([1, 2, 3], name="species") == [], "a column may have missing values"
+
+
+def test_a_label_of_the_first_item_is_refused_before_training(tmp_path: Path) -> None:
+    items: Any = [(torch.zeros(3, 8, 8, dtype=torch.uint8), 4)] * 8
+    network = Unet(8, (1,), conditions={"labels": Labels(3)}, image_size=8)
+    with pytest.raises(UsageError, match="labels reach 4"):
+        Trainer(RectifiedFlow(network), items, tiny_config(tmp_path))
