@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeGuard, TypeVar, get_type_hints
 
 import tyro
-from annotated_types import Ge, Gt, Interval, Le, Lt
+from annotated_types import Ge, Interval, Le, Lt
 
 from rectified_flow.errors import quoted
 from rectified_flow.parts import name_of, validated
@@ -31,7 +31,6 @@ PositiveNumber = Annotated[float, Interval(gt=0, le=1e30)]  # the largest float3
 NonNegative = Annotated[float, Interval(ge=0, le=1e30)]
 Fraction = Annotated[float, Ge(0), Lt(1)]
 Probability = Annotated[float, Ge(0), Le(1)]
-Strength = Annotated[float, Gt(0), Le(1)]
 _PART = tyro.conf.arg(metavar="[NAME] [KEY=VALUE ...]")
 Part = Annotated[tuple[str, ...], _PART]
 """Name of a registered class or function, and its arguments, whose values are JSON or strings."""

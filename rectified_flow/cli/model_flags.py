@@ -21,11 +21,10 @@ from rectified_flow.flags import (
     Part,
     Positive,
     Seed,
-    Strength,
     default_is,
     flag,
 )
-from rectified_flow.flows import Solver, TimeGrid
+from rectified_flow.flows import Solver, Strength, TimeGrid
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ from annotated_types import Interval
 
 Share = Annotated[float, Interval(ge=0, le=1)]
 """Bounds in annotations are checked where a flag or a description has the value."""
+Steps = Annotated[int, Interval(gt=0)]
+Strength = Annotated[float, Interval(gt=0, le=1)]
 Coupling = Literal["independent", "ot", "immiscible"]
 Prediction = Literal["velocity", "clean", "noise"]
 Distance = Literal["mse", "pseudo_huber"]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rectified_flow import randomness
-from rectified_flow.condition import ConditionSpecs, Picture, Values, drop
+from rectified_flow.condition import ConditionSpecs, Picture, Values, check_values, drop
 from rectified_flow.errors import UsageError
 from rectified_flow.flows import Coupling, Share
 from rectified_flow.flows.couplings import CANDIDATES, nearest_candidate, optimal_pairs, squared_distances
@@ -235,8 +235,12 @@ class Flow(nn.Module):
             strength: the time to start at, with ``start``.
 
         Raises:
-            UsageError: if neither ``noise`` nor the space has a shape.
+            UsageError: if neither ``noise`` nor the space has a shape, a value of a condition does not exist,
+                ``strength`` has no ``start``, or the ``start`` has another shape than ``x``.
         """
+        if start is None and strength != 1:
+            raise UsageError("`strength` needs `start`: pass the data to start from")
+        check_values(self.conditions, conditions)
         count = next((len(given) for given in (start, noise, *conditions.values()) if given is not None), count)
         if noise is None:
             if self.space.shape is None:
@@ -248,7 +252,11 @@ class Flow(nn.Module):
         }
         x, values = self.start_from(noise.float().to(self.device), drawn | given)
         if start is not None:
-            x = torch.lerp(self.space.encode(start).to(self.device).nan_to_num(0.0), x, strength)
+            known = self.space.encode(start).to(self.device)
+            if known.shape != x.shape:  # it would be broadcast
+                problem = f"`start` {tuple(start.shape)} becomes {tuple(known.shape)}, and x is {tuple(x.shape)}"
+                raise UsageError(f"{problem}: pass data [b, ...] of the shape of the samples")
+            x = torch.lerp(known.nan_to_num(0.0), x, strength)
         return x, values
 
     def on_device(self, conditions: Mapping[str, Tensor]) -> Values:
@@ -269,7 +277,8 @@ class Flow(nn.Module):
         """
         if mask is None:
             return None
-        assert start is not None, "a mask needs data to keep"
+        if start is None:
+            raise UsageError("`mask` needs `start`: pass the data to keep")
         known, generated = self.space.encode(start).to(x.device), mask.to(x.device)
         if generated.shape[-2:] != x.shape[-2:]:  # latents have smaller sides
             generated = F.adaptive_max_pool2d(generated.float(), x.shape[-2:]) > 0

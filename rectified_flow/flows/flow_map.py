@@ -10,11 +10,11 @@ from typing_extensions import override
 from rectified_flow import randomness
 from rectified_flow.condition import Values
 from rectified_flow.errors import UsageError
-from rectified_flow.flows import WEIGHT_POWER, Share, TimeGrid
+from rectified_flow.flows import WEIGHT_POWER, Share, Steps, Strength, TimeGrid
 from rectified_flow.flows.flow import FLOW_NEEDS, Flow, expand
 from rectified_flow.flows.solvers import Watch, take_steps
 from rectified_flow.flows.times import time_grid
-from rectified_flow.registry import register
+from rectified_flow.registry import checked, register
 
 
 def takes_interval(network: nn.Module | type[nn.Module]) -> bool:
@@ -77,15 +77,16 @@ class FlowMap(Flow):
         return self.average_velocity(x, t, t, **conditions)
 
     @torch.no_grad()
+    @checked
     @override
     def sample(
         self,
         count: int = 1,
         *,
-        steps: int = 1,
+        steps: Steps = 1,
         grid: TimeGrid = "uniform",
         start: Tensor | None = None,
-        strength: float = 1.0,
+        strength: Strength = 1.0,
         mask: Tensor | None = None,
         noise: Tensor | None = None,
         watch: Watch | None = None,
@@ -103,6 +104,9 @@ class FlowMap(Flow):
             noise: ``[b, ...]``, standard normal; drawn if not given.
             watch: called with time and ``x`` at the start and after each interval.
             conditions: values by name ``[b, ...]``; labels that are not given are drawn uniformly.
+
+        Raises:
+            UsageError: if an argument makes no sense.
         """
         times = time_grid(steps, grid, strength if start is not None else 1.0)
         x, values = self.draw_start(count, conditions, noise=noise, start=start, strength=strength)

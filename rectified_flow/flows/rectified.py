@@ -8,11 +8,11 @@ from typing_extensions import override
 
 from rectified_flow.condition import Values
 from rectified_flow.errors import UsageError
-from rectified_flow.flows import Distance, Prediction, Solver, TimeGrid
+from rectified_flow.flows import Distance, Prediction, Solver, Steps, Strength, TimeGrid
 from rectified_flow.flows.flow import FLOW_NEEDS, Flow, expand
 from rectified_flow.flows.solvers import NO_GUIDANCE, Guidance, Watch, guided, integrate
 from rectified_flow.flows.times import LogitNormal, TimeDistribution, time_grid
-from rectified_flow.registry import register
+from rectified_flow.registry import checked, register
 
 MIN_DIVISOR = 0.05
 """Clean and noise predictions divide by t or 1 - t in the loss; published x-prediction clips it (arXiv:2511.13720)."""
@@ -89,17 +89,18 @@ class RectifiedFlow(Flow):
         return self._as_velocity(self.network(x, t, **conditions).float(), x, t, least=0.0)
 
     @torch.no_grad()
+    @checked
     @override
     def sample(
         self,
         count: int = 1,
         *,
-        steps: int = 16,
+        steps: Steps = 16,
         solver: Solver = "ab2",
         grid: TimeGrid = "uniform",
         guidance: Guidance = NO_GUIDANCE,
         start: Tensor | None = None,
-        strength: float = 1.0,
+        strength: Strength = 1.0,
         mask: Tensor | None = None,
         noise: Tensor | None = None,
         watch: Watch | None = None,
@@ -123,7 +124,8 @@ class RectifiedFlow(Flow):
             conditions: values by name ``[b, ...]``; labels that are not given are drawn uniformly.
 
         Raises:
-            ValueError: if guidance has no conditions to work with, or the solver renews noise on paths from sources.
+            ValueError: if an argument makes no sense, guidance has no conditions to work with, or the solver renews
+                noise on paths from sources.
         """
         if self.from_source and solver == "stochastic":
             raise UsageError("`solver` stochastic is for paths from noise, not from a source: choose another solver")

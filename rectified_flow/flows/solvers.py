@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rectified_flow import randomness
 from rectified_flow.condition import ConditionSpecs, Values, chosen, none_of
+from rectified_flow.errors import UsageError
 from rectified_flow.flows import Solver
 
 Velocity = Callable[[Tensor, float], Tensor]
@@ -183,6 +184,9 @@ class Guidance:
             flow for the same conditions (Karras et al. 2024, arXiv:2406.02507, eq. 3). 1 is no autoguidance. Together
             with another scale, classifier-free guidance is applied to the autoguided velocities.
         earlier: ``exact_velocity`` of the earlier version, for autoguidance.
+
+    Raises:
+        UsageError: if a number is not finite, or ``autoguidance`` lacks the earlier version.
     """
 
     scale: float = 1.0
@@ -190,6 +194,12 @@ class Guidance:
     scales: Mapping[str, float] = field(default_factory=dict)
     autoguidance: float = 1.0
     earlier: Callable[..., Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        if not all(map(isfinite, (self.scale, self.autoguidance, *self.interval, *self.scales.values()))):
+            raise UsageError(f"{self} has a number that is not finite: pass finite scales")
+        if self.autoguidance != 1 and self.earlier is None:
+            raise UsageError("`autoguidance` needs `earlier`: pass `exact_velocity` of an earlier version of the flow")
 
 
 NO_GUIDANCE = Guidance()
@@ -223,7 +233,7 @@ def guided(predict: Callable[..., Tensor], kinds: ConditionSpecs, conditions: Va
         own = predict(x, t, **conditions)
         if guidance.autoguidance == 1:
             return own
-        assert guidance.earlier is not None, "autoguidance needs the velocity of an earlier version"
+        assert guidance.earlier is not None, "see Guidance"
         return torch.lerp(guidance.earlier(x, t, **conditions), own, guidance.autoguidance)
 
     def velocity(x: Tensor, t: float) -> Tensor:

@@ -1,0 +1,50 @@
+"""Tests of requests for samples that make no sense: each is refused with a sentence."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from rectified_flow.errors import UsageError
+from rectified_flow.flows.flow import Flow
+from rectified_flow.flows.mean import MeanFlow
+from rectified_flow.flows.rectified import RectifiedFlow
+from rectified_flow.flows.solvers import Guidance
+from rectified_flow.spaces.pixels import Pixels
+from tests.tiny_flows import unet
+
+PICTURES = torch.zeros(2, 3, 8, 8)
+
+
+@pytest.mark.parametrize("kind", [RectifiedFlow, MeanFlow])
+@pytest.mark.parametrize(
+    ("request_", "sentence"),
+    [
+        ({"steps": 0}, "`steps` is 0; it must be greater than 0"),
+        ({"grid": "even"}, "`grid` is even; it must be 'uniform'"),
+        ({"strength": 0.5}, "`strength` needs `start`"),
+        ({"start": PICTURES, "strength": 2.0}, "`strength` is 2.0; it must be less than"),
+        ({"start": PICTURES[:, :1]}, r"`start` \(2, 1, 8, 8\) becomes \(2, 1, 8, 8\), and x is \(2, 3, 8, 8\): pass"),
+        ({"start": PICTURES[0]}, r"`start` \(3, 8, 8\) becomes"),
+        ({"mask": torch.ones(2, 1, 8, 8).bool()}, "`mask` needs `start`"),
+        ({"labels": [0, 1]}, r"`labels` is \(0, 1\); it must be an instance of Tensor"),
+        ({"labels": 1}, "`labels` is 1; it must be an instance of Tensor"),
+        ({"labels": torch.tensor([0, 7])}, "labels reach 7, and `Labels"),
+    ],
+)
+def test_a_request_without_meaning_is_refused(kind: type[Flow], request_: dict[str, Any], sentence: str) -> None:
+    flow = kind(unet(), space=Pixels((3, 8, 8)))
+    with pytest.raises(UsageError, match=sentence):
+        flow.sample(2, **request_)
+
+
+def test_a_solver_or_guidance_without_meaning_is_refused() -> None:
+    flow = RectifiedFlow(unet(), space=Pixels((3, 8, 8)))
+    with pytest.raises(UsageError, match="`solver` is rk4; it must be 'euler', "):
+        flow.sample(2, solver="rk4")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="`guidance` is 2; it must be an instance of Guidance"):
+        flow.sample(2, guidance=2)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="is not finite"):
+        Guidance(float("nan"))
+    with pytest.raises(UsageError, match="`autoguidance` needs `earlier`"):
+        Guidance(2, autoguidance=1.5)
