@@ -64,7 +64,8 @@ class Flow(nn.Module):
         source_noise: standard deviation of the noise that is added to sources at the start of paths.
 
     Raises:
-        ValueError: if the network does not take data of the space's shape, or the coupling has no meaning with sources.
+        ValueError: if the network does not take data of the space's shape, a condition has the name of an argument of
+            ``sample``, or the coupling has no meaning with sources.
     """
 
     sample: Callable[..., Tensor]
@@ -94,6 +95,10 @@ class Flow(nn.Module):
         check_shape = getattr(network, "check_shape", None)
         if check_shape is not None and self.space.shape is not None:
             check_shape(self.space.shape)
+        taken = signature(self.sample).parameters.values() if hasattr(self, "sample") else ()
+        names = {each.name for each in taken if each.kind is not each.VAR_KEYWORD}
+        for name in sorted(names & self.conditions.keys()):
+            raise UsageError(f"the condition {name} has the name of an argument of sample: rename it")
         self.condition_dropout = condition_dropout
         self.coupling = coupling
         self.from_source, self.source_noise = from_source, source_noise

@@ -5,13 +5,14 @@ from typing import Any
 import pytest
 import torch
 
+from rectified_flow.condition import Labels
 from rectified_flow.errors import UsageError
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.solvers import Guidance
 from rectified_flow.spaces.pixels import Pixels
-from tests.tiny_flows import unet
+from tests.tiny_flows import unet, unet_with
 
 PICTURES = torch.zeros(2, 3, 8, 8)
 
@@ -48,3 +49,14 @@ def test_a_solver_or_guidance_without_meaning_is_refused() -> None:
         Guidance(float("nan"))
     with pytest.raises(UsageError, match="`autoguidance` needs `earlier`"):
         Guidance(2, autoguidance=1.5)
+
+
+@pytest.mark.parametrize("kind", [RectifiedFlow, MeanFlow])
+@pytest.mark.parametrize("name", ["steps", "start", "mask", "count"])
+def test_a_condition_that_could_not_be_chosen_is_refused(kind: type[Flow], name: str) -> None:
+    with pytest.raises(UsageError, match=f"the condition {name} has the name of an argument of sample: rename it"):
+        kind(unet_with((), **{name: Labels(3)}))
+    assert (
+        kind(unet_with((), conditions=Labels(3))).sample(2, noise=PICTURES, conditions=torch.tensor([0, 1])).shape[0]
+        == 2
+    )
