@@ -166,6 +166,21 @@ def test_a_folder_that_is_no_model_of_the_hub(tmp_path: Path) -> None:
         load_pretrained(tmp_path)
 
 
+def test_each_loader_names_the_other(tmp_path: Path) -> None:
+    flow, model, run = FLOWS["rectified"](), tmp_path / "model", tmp_path / "run"
+    save_pretrained(flow, model)
+    path = write(flow, run, degrade="edges")
+    (run / "config.json").write_text((path / "config.json").read_text())
+    with pytest.raises(UsageError, match=r"there is no checkpoint at .*/model: load its model with load_pretrained"):
+        load_flow(model)
+    for each in (run, path):
+        with pytest.raises(UsageError, match=f"^`source` {each} belongs to a run: load it with load_flow$"):
+            load_pretrained(each)
+    missing = f"`source` {tmp_path}/nowhere is neither a folder nor the id of a model on the hub: pass the folder"
+    with pytest.raises(UsageError, match=missing):
+        load_pretrained(tmp_path / "nowhere")
+
+
 def test_a_card_is_that_of_the_weights_unless_it_was_edited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     card = tmp_path / "README.md"
     save_pretrained(FLOWS["rectified"](), tmp_path)

@@ -7,6 +7,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Unpack
 
 from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub.errors import HFValidationError
 from tqdm.auto import tqdm
 
 from rectified_flow.errors import UsageError
@@ -79,11 +80,18 @@ def load_pretrained(source: str | Path, **options: Any) -> Flow:
         options: options of :func:`huggingface_hub.snapshot_download`, such as ``revision`` and ``token``.
 
     Raises:
-        UsageError: if a file is damaged, or describes no flow.
+        UsageError: if a file is damaged or describes no flow, or the source is a run, or neither a folder nor an id.
     """
     folder = Path(source)
+    if is_run(folder) or checkpoint.is_checkpoint(folder):
+        raise UsageError(f"`source` {folder} belongs to a run: load it with load_flow")
     if not folder.is_dir():
-        folder = Path(snapshot_download(str(source), allow_patterns=[checkpoint.MODEL_FILE, CONFIG_FILE], **options))
+        try:
+            found = snapshot_download(str(source), allow_patterns=[checkpoint.MODEL_FILE, CONFIG_FILE], **options)
+        except HFValidationError as error:
+            missing = f"`source` {source} is neither a folder nor the id of a model on the hub"
+            raise UsageError(f"{missing}: pass the folder that save_pretrained wrote") from error
+        folder = Path(found)
     flow = build_flow(checkpoint.load_document(folder, CONFIG_FILE), folder / CONFIG_FILE)
     checkpoint.load_weights(network_of(flow), folder, checkpoint.MODEL_FILE)
     return flow.eval()

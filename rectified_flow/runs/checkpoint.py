@@ -235,7 +235,9 @@ def resolve(path: Path, names: Collection[str] | None = FLOW_FILES) -> Path:
         return path
     newest = newest_checkpoint(place_of(path), names) or newest_checkpoint(path, names)
     if newest is None:
-        raise UsageError(f"there is no checkpoint at {path}: pass the folder of a run, or one of its checkpoints")
+        is_model = (path / MODEL_FILE).is_file()
+        remedy = "load its model with load_pretrained, or pass" if is_model else "pass"
+        raise UsageError(f"there is no checkpoint at {path}: {remedy} the folder of a run, or one of its checkpoints")
     return newest
 
 
