@@ -17,12 +17,15 @@ from rectified_flow.flows.times import time_grid
 from rectified_flow.registry import checked, register
 
 
-def takes_interval(network: nn.Module | type[nn.Module]) -> bool:
-    """Return whether a network has the input ``r``, the time at which an interval ends, beside the time ``t``.
+def check_interval(network: nn.Module | type[nn.Module]) -> None:
+    """Raise a UsageError if a network has no input ``r``, the time at which an interval ends, beside the time ``t``.
 
     The parameter must be named ``r``: a network that takes it in ``**conditions`` may ignore it.
     """
-    return "r" in signature(network.forward).parameters
+    if "r" not in signature(network.forward).parameters:
+        name = (network if isinstance(network, type) else type(network)).__name__
+        needed = "has no input r, the end of an interval, which a one-step generator needs"
+        raise UsageError(f"`network` {name} {needed}: train only a rectified flow")
 
 
 class FlowMap(Flow):
@@ -37,6 +40,9 @@ class FlowMap(Flow):
         weight_epsilon: see ``weight_power``.
         settings: further arguments of :class:`Flow`.
 
+    Raises:
+        UsageError: if the network has no input ``r``.
+
     Attributes:
         logged: values of the last forward pass to log beside the loss: ``unweighted_loss``, the mean squared error.
     """
@@ -47,6 +53,7 @@ class FlowMap(Flow):
     def __init__(
         self, network: nn.Module, *, weight_power: float = WEIGHT_POWER, weight_epsilon: float = 1e-3, **settings: Any
     ) -> None:
+        check_interval(network)
         super().__init__(network, **settings)
         self.weight_power, self.weight_epsilon = weight_power, weight_epsilon
         self.logged: dict[str, Tensor] = {}

@@ -4,10 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from rectified_flow.condition import Labels
 from rectified_flow.errors import UsageError
 from rectified_flow.flows.flow import Flow
+from rectified_flow.flows.flow_map import DistilledFlow
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.solvers import Guidance
@@ -60,3 +62,16 @@ def test_a_condition_that_could_not_be_chosen_is_refused(kind: type[Flow], name:
         kind(unet_with((), conditions=Labels(3))).sample(2, noise=PICTURES, conditions=torch.tensor([0, 1])).shape[0]
         == 2
     )
+
+
+class WithoutInterval(nn.Module):
+    """A network that would get ``r`` among its conditions."""
+
+    def forward(self, x: Tensor, t: Tensor, **conditions: Tensor) -> Tensor:
+        return x
+
+
+@pytest.mark.parametrize("kind", [MeanFlow, DistilledFlow])
+def test_a_flow_map_needs_a_network_that_takes_an_interval(kind: type[Flow]) -> None:
+    with pytest.raises(UsageError, match="`network` WithoutInterval has no input r, the end of an interval, which"):
+        kind(WithoutInterval())

@@ -180,6 +180,8 @@ def test_the_shift_is_that_of_the_scheduler_or_of_the_flag(models: dict[Kind, Pa
 
 def test_objectives_that_need_an_interval_are_refused(models: dict[Kind, Path]) -> None:
     wan = wan_of(models["text"], "")
-    flow = MeanFlow(flow_of(wan, torch.zeros(7, 32)).network, space=wan.space)
+    network = flow_of(wan, torch.zeros(7, 32)).network
+    with pytest.raises(UsageError, match="`network` WanNetwork has no input r, the end of an interval"):
+        MeanFlow(network, space=wan.space)
     with pytest.raises(UsageError, match="a Wan transformer does not accept r: train it as a rectified flow"):
-        flow(latents=torch.randn(2, 1, 1, *(wan.space.shape or ())), text=torch.randn(2, 7, 32))
+        network(torch.randn(2, *(wan.space.shape or ())), torch.ones(2), r=torch.zeros(2), text=torch.randn(2, 7, 32))
