@@ -82,6 +82,8 @@ class Trainer:
         preview_data: Dataset[object] | None = None,
         clock: Clock | None = None,
     ) -> None:
+        if isinstance(optimizer, str):
+            raise UsageError(f"`optimizer` is the name {optimizer}: pass it to TrainingConfig, or a function here")
         self.preview_data, self.clock = preview_data, clock
         self.flow, self.dataset, self.config, self.callbacks = flow, dataset, config, list(callbacks)
         self.accelerator = build_accelerator(config)

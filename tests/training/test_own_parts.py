@@ -371,3 +371,8 @@ def test_a_network_that_returns_another_shape_is_refused(
     sentence = re.escape("OneChannel returns (1, 8, 8) for x of (3, 8, 8): return the shape of x")
     with pytest.raises(UsageError, match=sentence):
         Trainer(kind(OneChannel()), flowers, tiny_config(tmp_path))
+
+
+def test_the_name_of_an_optimizer_belongs_to_the_config(tmp_path: Path, flowers: ImageDataset) -> None:
+    with pytest.raises(UsageError, match="`optimizer` is the name adamw: pass it to TrainingConfig"):
+        Trainer(Normed(), flowers, tiny_config(tmp_path), optimizer="adamw")  # type: ignore[arg-type]
