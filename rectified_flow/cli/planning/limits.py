@@ -9,8 +9,9 @@ from typing import Any
 FEW, AUGMENT = 16_000, 0.15  # 1,400 pictures need augmentation in long runs (small_data.md); the limit is a guess
 MIN_TO_HOLD_OUT, HELD_OUT = 125, 30  # of 125 pictures, the 30 that a measurement needs are a quarter
 # Most passes over the pictures, without augmentation and with it. After them, 1% of the samples are copies on pixels
-# (64 pictures of 16 px), and 4% to 6% on latents (60 and 30 of 128 px); 500 is a guess (small_data.md)
+# (64 pictures of 16 px), and 2% to 6% on latents (60 and 30 of 128 px); 500 is a guess (small_data.md)
 PASSES = {"pixels": (400, 1000), "latents": (200, 500)}
+MANY = 400  # pictures from which latents allow the passes of pixels: of 473, 0.8% of the samples are copies after 400
 UNAUGMENTED_PASSES = 50  # no copies of 64 to 1,400 pictures without augmentation (small_data.md)
 AUGMENTED_LENGTH = 2.5  # times the longest run on latents without augmentation, to be as good (small_data.md)
 # Smallest limit of the number of images, since a network learns too little in a shorter run on any number of pictures:
@@ -33,12 +34,12 @@ def proposed_share(count: int, least: float = 0.05) -> float:
     return min(0.5, max(least, ceil(100 * HELD_OUT / count) / 100))
 
 
-def passes_of(augment: float, *, latents: bool) -> int:
+def passes_of(pictures: int, augment: float, *, latents: bool) -> int:
     """Return the number of passes over the pictures after which the network memorises them."""
-    return PASSES["latents" if latents else "pixels"][augment > 0]
+    return PASSES["latents" if latents and pictures < MANY else "pixels"][augment > 0]
 
 
 def limit_of(pictures: int, augment: float, *, latents: bool) -> int:
     """Return the largest number of training images, repeats included, for a number of pictures."""
     least = MIN_LIMITS["latents" if latents else "pixels"][augment > 0]
-    return max(least, passes_of(augment, latents=latents) * pictures)
+    return max(least, passes_of(pictures, augment, latents=latents) * pictures)

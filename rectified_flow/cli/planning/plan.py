@@ -339,7 +339,7 @@ def _uses_of_time(facts: Facts, images: int, samples: int, speed: Speed) -> dict
 
 def _why_so_long(facts: Facts, images: int, left: float, fitting: float) -> str:
     """Explain the planned number of images; ``left`` is the time that the run leaves unused [s]."""
-    passes, is_limited = passes_of(facts.augment, latents=facts.latents), fitting > 1.01 * facts.limit
+    passes, is_limited = passes_of(facts.pictures, facts.augment, latents=facts.latents), fitting > 1.01 * facts.limit
     if not facts.calls and images > 1.01 * passes * facts.pictures:
         done = images / facts.pictures
         reason = f"{done:,.0f} passes; after {passes:,}, samples become copies of the pictures"

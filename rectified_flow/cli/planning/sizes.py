@@ -97,7 +97,7 @@ def choose_size(
         few = for_pictures(pictures, augmentable=augmentable(size, autoencoder)).get("augment", 0.0)
         unaugmented = limit_of(pictures, 0.0, latents=True)
         enough = AUGMENTED_LENGTH * unaugmented if autoencoder else UNAUGMENTED_PASSES * pictures
-        copies = bool(autoencoder) and min(fitting, unaugmented) > passes_of(0.0, latents=True) * pictures
+        copies = bool(autoencoder) and min(fitting, unaugmented) > passes_of(pictures, 0.0, latents=True) * pictures
         augment = few if copies or fitting > enough else 0.0
         if augment and autoencoder:  # each step then encodes its pictures
             slower = TRAINED_SHARE * seconds * rate_of(size, autoencoder, augment)
