@@ -14,7 +14,7 @@ This module imports none of the modules that register: :mod:`rectified_flow.room
 import inspect
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, KeysView, Mapping, Sequence, ValuesView
 from contextlib import suppress
 from functools import cache, partial, wraps
 from pathlib import Path
@@ -294,7 +294,10 @@ def checked(function: T) -> T:
         for name, value in {**dict(zip(hints, args, strict=False)), **settings}.items():
             hint = hints.get(name, others)
             if hint is not object:
-                fitting(quoted(name), [as_described(value, hint)], hint, strict=True)
+                plain = as_described(value, hint)
+                # An array may stand for a sequence, which has no such method.
+                numbers = [as_described(plain.tolist(), hint)] if hasattr(plain, "tolist") else []
+                fitting(quoted(name), [plain, *numbers], hint, strict=True)
         return function(*args, **settings)
 
     return call  # type: ignore[return-value]
@@ -311,8 +314,10 @@ def annotated_parameters(function: Callable[..., object]) -> tuple[inspect.Param
 
 
 def as_described(value: object, hint: object) -> object:
-    """Return a value as it comes back from a description: lists as tuples, scalars of NumPy as numbers, and paths."""
-    if isinstance(value, list | tuple):
+    """Return a value as it comes back from a description: sequences as tuples, scalars as numbers, and paths."""
+    if isinstance(value, Mapping) and not isinstance(value, dict):
+        return dict(value)
+    if isinstance(value, list | tuple | KeysView | ValuesView):
         return tuple(as_described(each, object) for each in value)
     expected = get_args(hint)[0] if get_origin(hint) is Annotated else hint
     if isinstance(value, str) and Path in (expected, *get_args(expected)):

@@ -1,6 +1,7 @@
 """Write a trained flow as a program for other software, or as a web page that samples in a browser."""
 
 import signal
+from os.path import lexists
 from pathlib import Path
 from shlex import quote
 
@@ -29,8 +30,9 @@ def export(config: ExportConfig) -> None:
     if flags.open and INDEX not in exported.names:
         raise UsageError(f"--open has no effect: the format {choice.target.__name__} has no page to open; leave it out")
     folder = prepare_folder("output_dir", flags.output_dir or trained.run_folder / "exported")
-    if INDEX in claimed_names(folder) and INDEX not in exported.names:
-        keeps = "holds an exported page, whose model files another format would replace"
+    there = {name for name in claimed_names(folder) if lexists(folder / name)}
+    if INDEX in there - {*exported.names} and there & {*exported.names}:
+        keeps = "holds an exported page, whose files another format would replace"
         raise UsageError(f"--output_dir {folder} {keeps}: pass another folder, or remove this one")
     report: dict[str, object] = {"model": trained, **write(exported, folder)}
     if INDEX in exported.names:

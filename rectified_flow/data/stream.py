@@ -57,6 +57,8 @@ def spread(numbers: Sequence[int], most: int) -> list[int]:
     The choice is random but the same everywhere, and each half of the numbers, of a half and so on has its share of it
     (Owen 1995, "Randomly permuted (t,m,s)-nets"). A constant stride would miss classes that alternate in step with it.
     """
+    if most >= len(numbers):
+        return [*numbers]
     ranks = np.zeros(1, np.int64)
     while len(ranks) < len(numbers):  # each place becomes two, and a random one of them keeps the rank
         second = permuted(np.arange(len(ranks)), len(ranks), [mix("spread", len(ranks))]) % 2

@@ -4,10 +4,10 @@ import csv
 import io
 import json
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -220,21 +220,20 @@ def _named(values: Sequence[str], names: PictureNames, folder: Path) -> float:
 
 
 def distinct(titles: Iterable[str]) -> list[str]:
-    """Return the titles of columns, of which a repeated one has a number, such as ``kind_2``."""
-    seen = Counter[str]()
-    numbered = list[str]()
-    for title in titles:
-        seen[title] += 1
-        numbered.append(f"{title}_{seen[title]}" if title and seen[title] > 1 else title)
-    return numbered
+    """Return the titles of columns, of which a repeated one has the first free number, such as ``kind_2``."""
+    given, found = [*titles], list[str]()
+    for title in given:
+        numbered = (f"{title}_{number}" for number in count(2))
+        is_new = not title or title not in found
+        found.append(title if is_new else next(each for each in numbered if each not in (*given, *found)))
+    return found
 
 
 def _separated_rows(text: str, layout: Layout) -> Iterator[Row]:
     """Yield the rows of a text."""
-    titles = distinct(
-        FILE_NAME if at == layout.column else name.strip() or f"column_{at + 1}"
-        for at, name in enumerate(layout.titles)
-    )
+    others = [name.strip() or f"column_{at + 1}" for at, name in enumerate(layout.titles) if at != layout.column]
+    _, *titles = distinct([FILE_NAME, *others])
+    titles.insert(layout.column, FILE_NAME)
     reader = csv.reader(io.StringIO(text), delimiter=layout.separator, skipinitialspace=layout.separator == " ")
     last = len(titles) - 1
     for row in islice(filter(None, reader), layout.skipped, None):

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from annotated_types import Interval
 
 Share = Annotated[float, Interval(ge=0, le=1)]
-"""Bounds in annotations are checked where a flag or a description has the value."""
+"""Bounds in annotations are checked where a flag, a description or an argument has the value."""
 Steps = Annotated[int, Interval(gt=0)]
 Strength = Annotated[float, Interval(gt=0, le=1)]
 Coupling = Literal["independent", "ot", "immiscible"]

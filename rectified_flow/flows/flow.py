@@ -95,7 +95,9 @@ class Flow(nn.Module):
         check_shape = getattr(network, "check_shape", None)
         if check_shape is not None and self.space.shape is not None:
             check_shape(self.space.shape)
-        taken = signature(self.sample).parameters.values() if hasattr(self, "sample") else ()
+        # The class of this package: that of a user may name its conditions in ``sample``.
+        own = next(each for each in type(self).__mro__ if each.__module__.startswith(__package__))
+        taken = signature(own.sample).parameters.values() if hasattr(own, "sample") else ()
         names = {each.name for each in taken if each.kind is not each.VAR_KEYWORD}
         for name in sorted(names & self.conditions.keys()):
             raise UsageError(f"the condition {name} has the name of an argument of sample: rename it")
@@ -105,6 +107,18 @@ class Flow(nn.Module):
         # A coupling would make the noise depend on the source in training, but in sampling they are independent.
         if self.takes_source and coupling not in ("independent", *(["ot"] if from_source else [])):
             raise ValueError(f"with sources, coupling {coupling} is for noise; ot needs from_source")
+
+    def predict(self, x: Tensor, *times: Tensor, **inputs: Tensor) -> Tensor:
+        """Return the network's output for ``x`` ``[b, ...]``, in float32.
+
+        Raises:
+            UsageError: if the output has another shape than ``x``; the loss would broadcast it.
+        """
+        output = self.network(x, *times, **inputs).float()
+        if output.shape != x.shape:
+            found = f"{tuple(output.shape)} for x of {tuple(x.shape)}"
+            raise UsageError(f"{type(self.network).__name__} returns {found}: return the shape of x")
+        return output
 
     @property
     def takes_source(self) -> bool:

@@ -22,7 +22,9 @@ def check_interval(network: nn.Module | type[nn.Module]) -> None:
 
     The parameter must be named ``r``: a network that takes it in ``**conditions`` may ignore it.
     """
-    if "r" not in signature(network.forward).parameters:
+    parameters = signature(network.forward).parameters
+    # A wrapper such as DataParallel hands all arguments on.
+    if "r" not in parameters and all(each.kind is not each.VAR_POSITIONAL for each in parameters.values()):
         name = (network if isinstance(network, type) else type(network)).__name__
         needed = "has no input r, the end of an interval, which a one-step generator needs"
         raise UsageError(f"`network` {name} {needed}: train only a rectified flow")
@@ -77,7 +79,7 @@ class FlowMap(Flow):
 
     def average_velocity(self, x: Tensor, t: Tensor, r: Tensor, **conditions: Tensor) -> Tensor:
         """Return the predicted ``u(x, r, t)`` at ``x`` ``[b, ...]`` over ``[r, t]`` ``[b]``, in float32."""
-        return self.network(x, t, r=r, **conditions).float()
+        return self.predict(x, t, r=r, **conditions)
 
     @override
     def velocity(self, x: Tensor, t: Tensor, **conditions: Tensor) -> Tensor:

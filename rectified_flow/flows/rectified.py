@@ -81,12 +81,12 @@ class RectifiedFlow(Flow):
 
     @override
     def velocity(self, x: Tensor, t: Tensor, **conditions: Tensor) -> Tensor:
-        return self._as_velocity(self.network(x, t, **conditions).float(), x, t)
+        return self._as_velocity(self.predict(x, t, **conditions), x, t)
 
     def exact_velocity(self, x: Tensor, t: Tensor, **conditions: Tensor) -> Tensor:
         """Return the velocity without clipped divisors, for any time but 0, where a clean prediction has none."""
         t = t.clamp(max=LATEST) if self.prediction == "noise" else t
-        return self._as_velocity(self.network(x, t, **conditions).float(), x, t, least=0.0)
+        return self._as_velocity(self.predict(x, t, **conditions), x, t, least=0.0)
 
     @torch.no_grad()
     @checked

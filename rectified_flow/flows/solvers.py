@@ -196,7 +196,7 @@ class Guidance:
     earlier: Callable[..., Tensor] | None = None
 
     def __post_init__(self) -> None:
-        if not all(map(isfinite, (self.scale, self.autoguidance, *self.interval, *self.scales.values()))):
+        if not all(map(isfinite, (self.scale, self.autoguidance, *self.scales.values()))):
             raise UsageError(f"{self} has a number that is not finite: pass finite scales")
         if self.autoguidance != 1 and self.earlier is None:
             raise UsageError("`autoguidance` needs `earlier`: pass `exact_velocity` of an earlier version of the flow")

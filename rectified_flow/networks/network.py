@@ -4,12 +4,11 @@ Any ``nn.Module`` with the call ``network(x, t, **conditions)`` is a network. A 
 :class:`Network` is also planned for a budget.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rectified_flow.errors import UsageError
 
@@ -49,25 +48,6 @@ def checkpoint_gradients(network: nn.Module) -> None:
         name = type(network).__name__
         raise UsageError(f"`gradient_checkpointing` has no effect: {name} keeps its activations; leave it out")
     network.gradient_checkpointing = True
-
-
-@contextmanager
-def checked_outputs(network: nn.Module) -> Iterator[None]:
-    """Raise a UsageError inside the block if the network returns another shape than that of ``x`` ``[b, ...]``."""
-
-    def check(network: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        wanted, shape = tuple(inputs[0].shape), tuple(output.shape)
-        if shape != wanted:  # the loss would broadcast it
-            # Without the batch, which is wrong only if there is another one.
-            first = int(shape[:1] == wanted[:1])
-            found = f"{shape[first:]} for x of {wanted[first:]}"
-            raise UsageError(f"{type(network).__name__} returns {found}: return the shape of x")
-
-    handle = network.register_forward_hook(check)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def to_device(module: M, device: torch.device, precision: str) -> M:

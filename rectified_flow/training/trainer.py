@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
@@ -20,7 +20,7 @@ from rectified_flow.condition import check_values
 from rectified_flow.data.stream import Batch, Batches, StreamSampler, image_indices
 from rectified_flow.errors import UsageError
 from rectified_flow.flows.flow import Flow
-from rectified_flow.networks.network import checked_outputs, to_device
+from rectified_flow.networks.network import to_device
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.folder import CLOCK_FILE, data_description, times_of
 from rectified_flow.runs.run import Run
@@ -97,10 +97,9 @@ class Trainer:
         to_device(flow, self.device, self.accelerator.mixed_precision)
         # A forward pass on one item: a flow learns its shape, and a mismatch shows before anything else happens.
         was_training = flow.training
-        outputs = checked_outputs(flow.network) if isinstance(flow, Flow) else nullcontext()
         item = Batches(dataset).__getitems__([0])
         check_values(getattr(flow, "conditions", {}), item)
-        with torch.no_grad(), self.accelerator.autocast(), outputs:
+        with torch.no_grad(), self.accelerator.autocast():
             flow.eval()(**moved(item, self.device))
         flow.train(was_training)
         ema = constant_average(flow, config.ema_decay) if config.ema_decay else None

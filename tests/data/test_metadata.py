@@ -184,6 +184,10 @@ FILES: dict[str, tuple[dict[str, str | bytes], str]] = {
     "old Macintosh": ({"metadata.csv": cells("size", ["3"], end="\r")}, "size: Number 3 3 3"),
     "spaces after commas": ({"metadata.csv": cells(" size", [" 3"])}, "size: Number 3 3 3"),
     "columns without a name": ({"metadata.csv": cells("size,,", ["3,,"])}, "size: Number 3 3 3"),
+    "a title with the number of a repeated one": (
+        {"metadata.csv": cells("size_2, size, size", ["3,4,5"])},
+        "size_2: Number 3 3 3; size: Number 4 4 4; size_3: Number 5 5 5",
+    ),
     "a repeated title": (
         {"metadata.csv": cells("size, size", ["3,4"])},
         "size: Number 3 3 3; size_2: Number 4 4 4",

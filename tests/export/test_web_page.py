@@ -111,6 +111,9 @@ def test_a_page_is_not_mixed_with_an_export_in_another_format(tmp_path: Path) ->
         assert (tmp_path / "exported/model.json").read_text() == described
         call(*flags, "onnx", "--output_dir", tmp_path / "program")
         call(*flags, "page")
+        (tmp_path / "exported/index.html").unlink()
+        call(*flags, "onnx")
+        assert not (tmp_path / "exported/index.html").exists()
 
 
 @pytest.mark.parametrize("format_", ["page", "onnx"])

@@ -2,11 +2,12 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from rectified_flow.condition import Labels
+from rectified_flow.condition import Labels, Number
 from rectified_flow.errors import UsageError
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.flow_map import DistilledFlow
@@ -75,3 +76,26 @@ class WithoutInterval(nn.Module):
 def test_a_flow_map_needs_a_network_that_takes_an_interval(kind: type[Flow]) -> None:
     with pytest.raises(UsageError, match="`network` WithoutInterval has no input r, the end of an interval, which"):
         kind(WithoutInterval())
+
+
+class Named(RectifiedFlow):
+    """A flow of one's own that names a condition in ``sample``."""
+
+    def sample(self, count: int = 1, *, labels: Tensor | None = None, **options: Any) -> Tensor:
+        given: dict[str, Any] = {} if labels is None else {"labels": labels}
+        return super().sample(count, **given, **options)
+
+
+def test_a_flow_of_ones_own_may_name_its_conditions() -> None:
+    flow = Named(unet_with((), labels=Labels(3)), space=Pixels((3, 8, 8)))
+    assert flow.sample(labels=torch.tensor([1, 2]), steps=1).shape == (2, 3, 8, 8)
+
+
+def test_a_wrapper_of_a_network_hands_on_the_end_of_the_interval() -> None:
+    assert MeanFlow(nn.DataParallel(unet()), space=Pixels((3, 8, 8))).sample(2).shape == (2, 3, 8, 8)
+
+
+def test_arrays_stand_for_sequences() -> None:
+    assert Number(np.linspace(0, 1, 3)).quantiles[1] == 0.5  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="`shape` is"):
+        Pixels(np.array(["a"]))  # type: ignore[arg-type]
