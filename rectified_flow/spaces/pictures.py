@@ -99,8 +99,16 @@ class Pictures(Medium):
 
     @override
     def problem_with(self, batch: Mapping[str, Tensor]) -> str | None:
-        """Return a sentence on floating-point pictures outside [-1, 1], or in [0, 1] only (as of ``ToTensor``)."""
-        if ENTRY not in batch or batch[ENTRY].dtype == torch.uint8:
+        """Return a sentence on pictures that are smaller than samples, or whose values are out of range.
+
+        Floating-point pictures are in [-1, 1], and not in [0, 1] only (as of ``ToTensor``).
+        """
+        if ENTRY not in batch:
+            return None
+        sides, wanted = tuple(batch[ENTRY].shape[-2:]), tuple(self.picture_shape[-2:])
+        if any(side < least for side, least in zip(sides, wanted, strict=False)):
+            return f"images of {sides} are smaller than samples, which are {wanted}: pass the `shape` of the images"
+        if batch[ENTRY].dtype == torch.uint8:
             return None
         least, most = (float(value) for value in batch[ENTRY].aminmax())
         if -1 <= least < 0 and most <= 1:

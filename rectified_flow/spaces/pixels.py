@@ -10,7 +10,6 @@ from typing_extensions import override
 
 from rectified_flow import randomness
 from rectified_flow.condition import Values
-from rectified_flow.errors import UsageError
 from rectified_flow.registry import register
 from rectified_flow.spaces.augmentation import augmented
 from rectified_flow.spaces.pictures import Pictures, to_uint8
@@ -83,16 +82,9 @@ def _(space: Pixels, data: Tensor) -> tuple[Tensor, Tensor | float]:
 
 
 def cropped(data: Tensor, shape: Sequence[int] | None, *, at_random: bool = False) -> Tensor:
-    """Crop data that are larger than the shape, at the centre or at random; return others unchanged.
-
-    Raises:
-        UsageError: if data to crop at random, as in training, are smaller than the shape, which samples would have.
-    """
+    """Crop data that are larger than the shape, at the centre or at random; return others unchanged."""
     height, width = (data.shape if shape is None else shape)[-2:]
     high, wide = data.shape[-2] - height, data.shape[-1] - width
-    if at_random and min(high, wide) < 0:
-        sides = f"data of {tuple(data.shape[-2:])} are smaller than the `shape` {(height, width)} of their space"
-        raise UsageError(f"{sides}: pass the shape of the data")
     if min(high, wide) < 0 or high == wide == 0:
         return data
     if not at_random:

@@ -1,6 +1,5 @@
 """Tests of rectified flow, its couplings and its times against closed forms."""
 
-import re
 from itertools import permutations
 from typing import get_args
 
@@ -10,7 +9,6 @@ from torch import Tensor, nn
 
 from rectified_flow.condition import ConditionSpecs, Labels
 from rectified_flow.data import GlobalBatch
-from rectified_flow.errors import UsageError
 from rectified_flow.flows import Coupling, Prediction, Solver
 from rectified_flow.flows.couplings import nearest_candidate, optimal_pairs, squared_distances
 from rectified_flow.flows.rectified import RectifiedFlow
@@ -86,14 +84,6 @@ def test_the_shape_is_remembered_or_asked_for() -> None:
     flow(images=torch.zeros(1, 3, 4, 6, dtype=torch.uint8))
     assert flow.space.shape == (3, 4, 6)
     assert flow.sample(2, steps=1).shape == (2, 3, 4, 6)
-
-
-@pytest.mark.parametrize("shape", [(3, 16, 16), (3, 4, 16)])
-def test_data_smaller_than_the_shape_of_the_space_are_refused(shape: tuple[int, ...]) -> None:
-    flow = RectifiedFlow(Constant(0.0), space=Pixels(shape))
-    sentence = re.escape(f"data of (8, 8) are smaller than the `shape` {shape[1:]} of their space: pass the shape")
-    with pytest.raises(UsageError, match=sentence):
-        flow(images=torch.zeros(1, 3, 8, 8, dtype=torch.uint8))
 
 
 def test_sampling_leaves_the_mode_as_it_was() -> None:

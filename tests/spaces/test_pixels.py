@@ -56,6 +56,13 @@ def test_what_looks_wrong_is_told(least: float, most: float, sentence: str | Non
     assert problem is None if sentence is None else sentence in (problem or "")
 
 
+@pytest.mark.parametrize(("sides", "is_small"), [((8, 8), True), ((16, 8), True), ((16, 16), False), ((20, 16), False)])
+def test_pictures_smaller_than_samples_are_reported(sides: tuple[int, int], is_small: bool) -> None:
+    """A flow would be trained at one size and sampled at another. Larger pictures are cropped."""
+    problem = Pixels((3, 16, 16)).medium.problem_with({"images": torch.zeros(2, 3, *sides, dtype=torch.uint8)})
+    assert (problem or "").startswith("images of") == is_small
+
+
 def test_transparency_is_shown_over_white_and_kept_in_files() -> None:
     space = Pixels((4, 1, 3))
     stored = torch.tensor([[10, 10, 10], [20, 20, 20], [30, 30, 30], [255, 0, 51]], dtype=torch.uint8)[None, :, None]
