@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rectified_flow.arguments import fitting, parameters_of
 from rectified_flow.errors import UsageError, first_line, quoted
-from rectified_flow.registry import OFFERS, Role, find, fitting, names, needs_of, parameters_of
+from rectified_flow.registry import OFFERS, Role, find, names, needs_of
 from rectified_flow.system.files import usable_path
 
 

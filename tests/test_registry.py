@@ -15,12 +15,13 @@ import pytest
 from torch import nn
 
 from rectified_flow import registry
+from rectified_flow.arguments import parameters_of
 from rectified_flow.errors import UsageError
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.networks.unet import Unet
 from rectified_flow.parts import choose
-from rectified_flow.registry import OFFERS, build, describe, find, names, parameters_of, register
+from rectified_flow.registry import OFFERS, build, describe, find, names, register
 from rectified_flow.rooms import import_rooms
 
 

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from torch.utils.data import Dataset
 
+from rectified_flow.arguments import parameters_of
 from rectified_flow.data import OXFORD_FLOWERS
 from rectified_flow.data.framing import Bits, Crop, Framing, Resize
 from rectified_flow.data.metadata import ColumnSpec, choose_columns
@@ -21,7 +22,7 @@ from rectified_flow.data.store_writer import open_store
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import Positive
 from rectified_flow.parts import choose, split_part, typed_options
-from rectified_flow.registry import find, names, parameters_of, register
+from rectified_flow.registry import find, names, register
 from rectified_flow.system.files import printable, usable_path
 from rectified_flow.system.pictures import content_of
 

@@ -8,13 +8,14 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from rectified_flow import randomness
+from rectified_flow.arguments import checked
 from rectified_flow.condition import Values
 from rectified_flow.errors import UsageError
 from rectified_flow.flows import WEIGHT_POWER, Share, Steps, Strength, TimeGrid
 from rectified_flow.flows.flow import FLOW_NEEDS, Flow, expand
 from rectified_flow.flows.solvers import Watch, take_steps
 from rectified_flow.flows.times import time_grid
-from rectified_flow.registry import checked, register
+from rectified_flow.registry import register
 
 
 def check_interval(network: nn.Module | type[nn.Module]) -> None:

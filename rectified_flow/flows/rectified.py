@@ -6,13 +6,14 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from rectified_flow.arguments import checked
 from rectified_flow.condition import Values
 from rectified_flow.errors import UsageError
 from rectified_flow.flows import Distance, Prediction, Solver, Steps, Strength, TimeGrid
 from rectified_flow.flows.flow import FLOW_NEEDS, Flow, expand
 from rectified_flow.flows.solvers import NO_GUIDANCE, Guidance, Watch, guided, integrate
 from rectified_flow.flows.times import LogitNormal, TimeDistribution, time_grid
-from rectified_flow.registry import checked, register
+from rectified_flow.registry import register
 
 MIN_DIVISOR = 0.05
 """Clean and noise predictions divide by t or 1 - t in the loss; published x-prediction clips it (arXiv:2511.13720)."""
