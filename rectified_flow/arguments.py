@@ -47,7 +47,7 @@ def fitting(name: str, candidates: Iterable[object], hint: object, *, strict: bo
 
     try:
         adapter = _adapter(hint)
-    except TypeError:  # an annotation of a part of one's own may have a list in it
+    except TypeError:  # the annotation of a user's class may be unhashable, as one with a list
         adapter = _adapter.__wrapped__(hint)
     for candidate in candidates:
         try:
@@ -69,9 +69,9 @@ def _adapter(hint: Any) -> Any:
 
 
 def checked(function: T) -> T:
-    """Have the arguments of a function checked by its annotations at each call; what it is called with stays as it is.
+    """Check the arguments of a function against its annotations at each call, and pass them on unchanged.
 
-    Lists count as tuples, and texts as paths, as they come back from a description.
+    A list is accepted for a tuple, and a string for a path, as in a description.
 
     Raises:
         UsageError: if an argument does not fit.
@@ -92,7 +92,7 @@ def checked(function: T) -> T:
 
 
 def _readings(value: object, hint: object) -> Iterator[object]:
-    """Yield what a value may stand for: an array is read only if it is not what the annotation asks for."""
+    """Yield the forms of a value to check: the value, and the numbers of an array, if the array itself does not fit."""
     yield as_described(value, hint)
     if hasattr(value, "tolist"):
         yield as_described(value.tolist(), hint)

@@ -46,10 +46,10 @@ class Condition(ABC):
         return same.reshape(len(values), -1).all(dim=1)
 
     def check(self, name: str, values: Tensor) -> str:
-        """Return a remark on the values ``[b, ...]`` of the condition ``name``; empty if there is none.
+        """Return a warning about the values ``[b, ...]`` of the condition ``name``; empty if there is no problem.
 
         Raises:
-            UsageError: if a value does not exist.
+            UsageError: if a value is invalid, such as a label that is out of range.
         """
         return ""
 
@@ -188,12 +188,13 @@ class Labels(WrittenCondition):
         low, high = map(int, values.aminmax())
         known = f"`Labels({self.num_classes})` takes 0 to {self.num_classes - 1}"
         if low < 0 or high > self.num_classes:
-            raise UsageError(f"{name} {f'reach {high}' if low >= 0 else f'begin at {low}'}, and {known}: count from 0")
-        # Of a column, which has another name, missing values have this label. A small batch may lack the label 0 by
-        # chance.
+            found = f"reach {high}" if low >= 0 else f"begin at {low}"
+            raise UsageError(f"{name} {found}, and {known}: number the classes from 0, or give `Labels` more classes")
+        # The condition of a column has another name, and its missing values have this label. A small batch may lack
+        # the label 0 by chance.
         if name != "labels" or low == 0 or high < self.num_classes or values.numel() < 4 * self.num_classes:
             return ""
-        return f"{name} reach {high}, which stands for no label, as {known}: count from 0 if {high} is a class"
+        return f"{name} reach {high}, which means no label, as {known}: number the classes from 0 if {high} is a class"
 
     @classmethod
     @override
@@ -494,10 +495,10 @@ def example_texts(kinds: ConditionSpecs) -> dict[str, list[str]]:
 
 
 def check_values(kinds: ConditionSpecs, batch: Mapping[str, object]) -> list[str]:
-    """Return remarks on the conditions in a batch; only values on the CPU are read, as others would be waited for.
+    """Return warnings about the conditions in a batch. Only values on the CPU are checked, to avoid a synchronisation.
 
     Raises:
-        UsageError: if a value does not exist.
+        UsageError: if a value is invalid, such as a label that is out of range.
     """
     given = {name: batch.get(name) for name in kinds}
     there = {name: values for name, values in given.items() if isinstance(values, Tensor) and values.is_cpu}

@@ -140,7 +140,7 @@ def _solver_options(flags: SolverConfig, trained: Trained) -> dict[str, Any]:
     scaled = "--guidance_scale" if flags.guidance_scale is not None else "--guidance"
     named = {"solver": "--solver", "grid": "--time_grid", "guidance": scaled}
     unused = [named[name] for name in options if name not in sampling_defaults(flow)]
-    hint = ", which needs no solver and is guided in training: train with --guidance_scale" * flow.is_map
+    hint = ", which has no solver and is guided in training: leave it out, or train with --guidance_scale" * flow.is_map
     if unused:
         raise UsageError(f"{' '.join(unused)} has no effect: {source} holds a {type(flow).__name__}{hint}")
     known = chosen(flow.conditions)

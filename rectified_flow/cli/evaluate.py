@@ -143,14 +143,14 @@ def real_data(
 
 
 def _with_fitting_list(data: PictureData, found: ImageSource) -> PictureData:
-    """Return the data, which are in another folder now, and without the list of `exclude` unless all of it is there."""
+    """Return the data of another folder, with the `exclude` list of the run only if the folder has all of its files."""
     listed = data.pictures.exclude
     missing = sorted({*listed} - {found.name_of(index) for index in range(len(found))})
     if missing:
-        text = f"not the training folder, as {missing[0]} of the --exclude of the run is missing: nothing is left out"
+        text = f"no picture is left out, as {missing[0]} of the run's --exclude list is not in {found.name}"
         data = replace(data, pictures=replace(data.pictures, exclude=()))
     else:
-        text = f"left out the {len(listed):,} pictures of the --exclude of the run, which are all in {found.name}"
+        text = f"left out the {len(listed):,} pictures of the run's --exclude list, which are all in {found.name}"
     PartialState().print(line("pictures", text))
     return data
 

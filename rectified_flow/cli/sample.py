@@ -142,7 +142,7 @@ def _picture_of(file: Path) -> Path:
 
 
 def _run_of(file: Path, default: Path) -> Path:
-    """Return the run in whose folder a file is, if ``default`` does not exist; ``default`` if there is none."""
+    """Return ``default`` if it exists, else the run whose folder contains the file; ``default`` if there is none."""
     parents = [] if default.exists() else file.resolve().parents
     return next((parent for parent in parents if place_of(parent).is_dir()), default)
 
@@ -155,7 +155,8 @@ def _repeat(like: Provenance, trained: Trained, options: dict[str, Any]) -> Samp
     if like.model != model_hash(trained.flow):
         raise UsageError(f"--like needs a picture of {trained.source}, and another model generated this one")
     if like.from_picture:
-        raise UsageError("--like needs a picture from noise, and this one was made with --from_images: pass its source")
+        found = "--like needs a picture from noise, and this one was made with --from_images"
+        raise UsageError(f"{found}: pass its source to --from_images, without --like")
     if like.number is None:
         raise UsageError("--like needs a single picture, and this file holds several: pass one of them")
     if unknown := like.conditions.keys() - written(trained.flow.conditions).keys():
@@ -276,7 +277,7 @@ def _write_grid(outputs: Outputs, flags: PicturesConfig) -> dict[str, object]:
 
 
 def _span(paths: Sequence[Path]) -> str:
-    """Return the first and the last of some files in words."""
+    """Return the range of the files as text, such as ``generated/00000.png to 00007.png``."""
     return f"{paths[0]} to {paths[-1].name}" if len(paths) > 1 else str(paths[0])
 
 

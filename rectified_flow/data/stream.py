@@ -52,10 +52,11 @@ def _feistel(values: Words, half: int, rounds: Words) -> Any:
 
 
 def spread(numbers: Sequence[int], most: int) -> list[int]:
-    """Return at most ``most`` of some numbers, in their order. A larger choice contains every smaller one.
+    """Return ``most`` of the numbers, or all if there are fewer, in their order. A larger ``most`` only adds numbers.
 
-    The choice is random but the same everywhere, and each half of the numbers, of a half and so on has its share of it
-    (Owen 1995, "Randomly permuted (t,m,s)-nets"). A constant stride would miss classes that alternate in step with it.
+    The choice is pseudorandom with a fixed seed, and stratified: each half, quarter, eighth and so on of the numbers
+    has its share of it (Owen 1995, "Randomly permuted (t,m,s)-nets"). A constant stride would miss classes that
+    alternate with the same period.
     """
     if most >= len(numbers):
         return [*numbers]

@@ -220,7 +220,7 @@ def _named(values: Sequence[str], names: PictureNames, folder: Path) -> float:
 
 
 def distinct(titles: Iterable[str]) -> list[str]:
-    """Return the titles of columns, of which a repeated one has the first free number, such as ``kind_2``."""
+    """Return the titles of columns; a repeated title gets the first free number, such as ``kind_2``."""
     given, found = [*titles], list[str]()
     for title in given:
         numbered = (f"{title}_{number}" for number in count(2))

@@ -95,7 +95,7 @@ class Flow(nn.Module):
         check_shape = getattr(network, "check_shape", None)
         if check_shape is not None and self.space.shape is not None:
             check_shape(self.space.shape)
-        # The class of this package: that of a user may name its conditions in ``sample``.
+        # Only the class of this package is checked: a user's ``sample`` may have its conditions as arguments.
         own = next(each for each in type(self).__mro__ if each.__module__.startswith(__package__))
         taken = signature(own.sample).parameters.values() if hasattr(own, "sample") else ()
         names = {each.name for each in taken if each.kind is not each.VAR_KEYWORD}

@@ -28,7 +28,7 @@ def check_interval(network: nn.Module | type[nn.Module]) -> None:
     if "r" not in parameters and all(each.kind is not each.VAR_POSITIONAL for each in parameters.values()):
         name = (network if isinstance(network, type) else type(network)).__name__
         needed = "has no input r, the end of an interval, which a one-step generator needs"
-        raise UsageError(f"`network` {name} {needed}: train only a rectified flow")
+        raise UsageError(f"`network` {name} {needed}: add r to its forward, or train a rectified flow")
 
 
 class FlowMap(Flow):

@@ -80,7 +80,8 @@ def load_pretrained(source: str | Path, **options: Any) -> Flow:
         options: options of :func:`huggingface_hub.snapshot_download`, such as ``revision`` and ``token``.
 
     Raises:
-        UsageError: if a file is damaged or describes no flow, or the source is a run, or neither a folder nor an id.
+        UsageError: if a file is damaged or describes no flow, or if ``source`` belongs to a run, or is neither a folder
+            nor the id of a model.
     """
     folder = Path(source)
     if is_run(folder) or checkpoint.is_checkpoint(folder):

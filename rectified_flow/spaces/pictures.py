@@ -99,9 +99,9 @@ class Pictures(Medium):
 
     @override
     def problem_with(self, batch: Mapping[str, Tensor]) -> str | None:
-        """Return a sentence on pictures that are smaller than samples, or whose values are out of range.
+        """Return a warning about pictures that are smaller than samples, or whose values are out of range.
 
-        Floating-point pictures are in [-1, 1], and not in [0, 1] only (as of ``ToTensor``).
+        Floating-point pictures must be in [-1, 1]. Those without negative values, as from ``ToTensor``, are reported.
         """
         if ENTRY not in batch:
             return None

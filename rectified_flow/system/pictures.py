@@ -91,7 +91,7 @@ def content_of(source: Path | IO[bytes]) -> str | None:
         file.seek(0)
         head = file.read(512)
     if isinstance(source, Path) and source.suffix.lower() == ".npz":
-        return "a NumPy archive; save one array of each as NAME.npy"
+        return "a NumPy archive; save one of its arrays as NAME.npy"
     known = next((found for at, mark, found in CONTENTS if head.startswith(mark, at)), None)
     return known if head else "the file is empty"
 

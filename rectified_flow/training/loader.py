@@ -91,10 +91,10 @@ def explain_loader_errors() -> Iterator[None]:
 
 
 def checked(batches: Iterator[Batch], flow: nn.Module, report: Callable[[str], object]) -> Iterator[Batch]:
-    """Yield the same batches, after warnings about the first: data out of range, odd or missing conditions.
+    """Yield the batches unchanged, after warnings about the first: data out of range, unusual or missing conditions.
 
     Raises:
-        UsageError: if a condition in a batch has a value that does not exist.
+        UsageError: if a condition in a batch has an invalid value.
     """
     first, space, kinds = next(batches), getattr(flow, "space", None), getattr(flow, "conditions", {})
     problem = None if space is None else space.medium.problem_with(first)

@@ -83,7 +83,7 @@ class Trainer:
         clock: Clock | None = None,
     ) -> None:
         if isinstance(optimizer, str):
-            raise UsageError(f"`optimizer` is the name {optimizer}: pass it to TrainingConfig, or a function here")
+            raise UsageError(f"`optimizer` is the name {optimizer}: pass it to TrainingConfig, or pass a function")
         self.preview_data, self.clock = preview_data, clock
         self.flow, self.dataset, self.config, self.callbacks = flow, dataset, config, list(callbacks)
         self.accelerator = build_accelerator(config)

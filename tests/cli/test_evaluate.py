@@ -167,7 +167,7 @@ def test_a_run_on_data_that_cannot_be_opened_again(run: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("is_moved", [True, False])
-def test_the_list_of_a_run_excludes_no_pictures_of_another_folder(
+def test_the_exclude_list_applies_only_to_a_folder_with_all_of_its_files(
     is_moved: bool, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, listed = checkpoint.resolve(run), ["cat/1.png", "dog/9.png"]
@@ -184,8 +184,8 @@ def test_the_list_of_a_run_excludes_no_pictures_of_another_folder(
     assert isinstance(pictures, ImageDataset)
     assert (listed[0] in pictures.names) == (not is_moved)
     assert len(pictures) == (COUNT - 2 if is_moved else COUNT)
-    left_out = "left out the 2 pictures of the --exclude of the run, which are all in pets"
-    other = "not the training folder, as dog/9.png of the --exclude of the run is missing: nothing is left out"
+    left_out = "left out the 2 pictures of the run's --exclude list, which are all in pets"
+    other = "no picture is left out, as dog/9.png of the run's --exclude list is not in pets"
     assert f"pictures    {left_out if is_moved else other}\n" in capsys.readouterr().out
 
 

@@ -410,7 +410,7 @@ def test_files_that_are_no_pictures_are_named_for_what_they_are(tmp_path: Path, 
         open_dataset("", file, image_size=4)
     if content.startswith("a zip archive"):
         file.with_suffix(".npz").write_bytes(CONTENTS[content])
-        with pytest.raises(UsageError, match=r"1\.npz is not a folder, but a NumPy archive; save one array of each as"):
+        with pytest.raises(UsageError, match=r"1\.npz is not a folder, but a NumPy archive; save one of its arrays as"):
             open_dataset("", file.with_suffix(".npz"), image_size=4)
         file.with_suffix(".npz").unlink()
     file.rename(file.with_suffix(".unknown"))

@@ -1,4 +1,4 @@
-"""Tests of requests for samples that make no sense: each is refused with a sentence."""
+"""Tests of invalid arguments of ``sample``: each is refused with an error message."""
 
 from typing import Any
 

@@ -144,16 +144,16 @@ def read_labels(*batches: list[int], name: str = "labels") -> list[str]:
     ("labels", "found"), [([0, 4], "reach 4"), ([1, 2, 7], "reach 7"), ([-1, 2], "begin at -1")], ids=str
 )
 def test_labels_that_do_not_exist_are_refused_in_any_batch(labels: list[int], found: str) -> None:
-    sentence = re.escape(f"labels {found}, and `Labels(3)` takes 0 to 2: count from 0")
+    sentence = re.escape(f"labels {found}, and `Labels(3)` takes 0 to 2: number the classes from 0")
     for batches in ([labels], [[0, 1, 2, 3], labels]):
         with pytest.raises(UsageError, match=sentence):
             read_labels(*batches)
 
 
 def test_labels_that_seem_to_be_counted_from_1_are_warned_of() -> None:
-    """The label 3 stands for no label, which data may mean."""
+    """This is only a warning, because the value 3 is valid: it means that a row has no label."""
     [warning] = read_labels(4 * [1, 2, 3])
-    assert warning.startswith("warning: labels reach 3, which stands for no label, as `Labels(3)` takes 0 to 2: count")
+    assert warning.startswith("warning: labels reach 3, which means no label, as `Labels(3)` takes 0 to 2: number")
     assert read_labels([0, *4 * [1, 2, 3]]) == read_labels(4 * [0, 1, 2]) == read_labels(6 * [1, 2]) == []
     assert read_labels([1, 2, 3]) == [], "few labels may lack 0 by chance"
     assert read_labels(4 * [1, 2, 3], name="species") == [], "a column may have missing values"

@@ -1,4 +1,4 @@
-"""What a number of pictures allows: how many to hold out, whether to augment, and how long to train.
+"""Limits by the number of pictures: the held-out share, the augmentation and the length of training.
 
 The measurements are in docs/measurements/small_data.md and budget.md.
 """
@@ -11,11 +11,15 @@ MIN_TO_HOLD_OUT, HELD_OUT = 125, 30  # of 125 pictures, the 30 that a measuremen
 # Most passes over the pictures, without augmentation and with it. After them, 1% of the samples are copies on pixels
 # (64 pictures of 16 px), and 2% to 6% on latents (60 and 30 of 128 px); 500 is a guess (small_data.md)
 PASSES = {"pixels": (400, 1000), "latents": (200, 500)}
-MANY = 400  # pictures from which latents allow the passes of pixels: of 473, 0.8% of the samples are copies after 400
+# Number of pictures from which latents have as many passes as pixels: of the samples of a run on 473 pictures, 0.8% are
+# copies after 400 passes (small_data.md)
+MANY = 400
 UNAUGMENTED_PASSES = 50  # no copies of 64 to 1,400 pictures without augmentation (small_data.md)
-AUGMENTED_LENGTH = 2.5  # times the longest run on latents without augmentation, to be as good (small_data.md)
-# Smallest limit of the number of images, since a network learns too little in a shorter run on any number of pictures:
-# on pixels, and on latents, without augmentation and with it (small_data.md)
+# On latents, a run with augmentation needs this many times the images of the longest run without it to be as good
+# (small_data.md)
+AUGMENTED_LENGTH = 2.5
+# Minimum of the limit on training images, without augmentation and with it: in a shorter run, a network learns too
+# little, however few the pictures are (small_data.md)
 MIN_LIMITS = {"pixels": (192_000, 192_000), "latents": (6_000, 15_000)}
 MIN_IMAGES = 4_000  # the shortest measured run whose samples look like pictures had 4,800 images (budget.md)
 

@@ -68,10 +68,10 @@ def choose_size(
     augmentable: Callable[[int, tuple[str, ...]], bool] = lambda _size, _autoencoder: True,
     override: str = "--image_size overrides the choice",
 ) -> Plan:
-    """Choose the largest size of the pictures for which there is enough time; no settings if there is none.
+    """Choose the largest size of the pictures for which there is enough time; a plan without settings if no size fits.
 
-    The augmentation of latents is chosen here, before the pictures are read, as it makes the run encode them in each
-    step. The augmentation of pixels is chosen later, when the number of passes is known.
+    The augmentation of latents is chosen here, before the pictures are read, because augmented pictures are encoded in
+    each step. The augmentation of pixels is chosen later, when the number of passes is known.
 
     Args:
         pictures: number of pictures.

@@ -194,7 +194,7 @@ def _by_subfolder(folder: Path, files: Sequence[Path]) -> Mapping[str | None, li
 
 
 def _choose(folder: Path, names: Mapping[str, Sequence[Path]], split: str) -> str | None:
-    """Return the one of the subfolders, whose files are given, that is to be read; None if they are classes."""
+    """Return the name of the subfolder to read, given the files of each; None if the subfolders are classes."""
     has_pictures = any(name.lower() in PICTURES for name in names)
     beside = {name for name, noun in COMPANIONS.items() if has_pictures or noun == "labels"}
     splits = {name: _split_of(name) for name in names if name.lower() not in beside}
