@@ -322,7 +322,7 @@ def test_a_run_that_is_killed_while_its_teacher_draws_keeps_its_plan(pictures: P
     run_on_ranks(1, killed_while_drawing, words)
     planned = flags_of(run)
     assert not (run / "checkpoints").exists() or not list((run / "checkpoints").glob("step_*"))
-    assert json.loads((run / "clock.json").read_text())["used"] > 0
+    assert json.loads((run / "clock.json").read_text())["planned"] == planned["train_num_steps"]
     run_on_ranks(1, train, words, 100.0)
     finished = flags_of(run)
     assert {name for name in planned if planned[name] != finished[name]} <= {"data_seed"}
