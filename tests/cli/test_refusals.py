@@ -203,7 +203,7 @@ REFUSALS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("--dataset_path {tmp}/moved", "is not a folder"),
         (
             "--metric agreemint",
-            "agreemint is not registered: choose copies or frechet or kernel or manifold or agreement",
+            "agreemint is not registered: choose copies or frechet or kernel or manifold or ",
         ),
         ("--metric likelihood --guidance_scale 2", "--metric likelihood is measured without guidance"),
         ("--metric likelihood --solver heun", "--metric likelihood is measured without guidance"),
