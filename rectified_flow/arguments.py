@@ -117,10 +117,10 @@ def as_described(value: object, hint: object) -> object:
     expected = get_args(hint)[0] if get_origin(hint) is Annotated else hint
     if isinstance(value, str) and Path in (expected, *get_args(expected)):
         return Path(value)  # a description holds a path as text
-    return as_number(value)
+    return plain_number(value)
 
 
-def as_number(value: object) -> object:
+def plain_number(value: object) -> object:
     """Return a scalar of NumPy or torch as a number of Python, and other values as they are."""
     is_scalar = getattr(value, "shape", None) == () and hasattr(value, "item")
     return value.item() if is_scalar else value  # type: ignore[attr-defined]

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
 
-from rectified_flow.arguments import as_described, as_number, checked, parameters_of
+from rectified_flow.arguments import as_described, checked, parameters_of, plain_number
 from rectified_flow.errors import UsageError, first_line, quoted
 
 Role = Literal["network", "flow", "dataset", "reader", "optimizer", "metric", "score", "format"]
@@ -224,7 +224,7 @@ def as_plain(value: object, name: str) -> object:
     """Return the value called ``name`` in a form that JSON can store."""
     if is_registered(value):
         return describe(value)
-    value = as_number(value)
+    value = plain_number(value)
     if isinstance(value, _Plain):
         return value
     if isinstance(value, Path):

@@ -1,4 +1,4 @@
-"""Which settings of the training give the best samples in a short run at 128 px from the starter of the package?
+"""Which training settings give the best samples in a short run at 128 px that starts from the starter of the package?
 
 A case is a deviation from the settings that the plan chooses for the pictures of a folder, without augmentation.
 Budgets are numbers of images, so that other programs on the machine do not affect the rows.
