@@ -1,6 +1,7 @@
 """From flags to the parts of a run: the network, the flow, or a trained flow."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -30,6 +31,8 @@ from rectified_flow.runs import checkpoint
 from rectified_flow.spaces.space import Space, variant_conditions
 
 CONDITION_DROPOUT = 0.1
+AUTOGUIDANCE = 1.5
+"""Default scale of autoguidance, with which samples of all measured runs are nearer to the pictures."""
 TIMES = {"logit_normal": "LogitNormal", "uniform": "Uniform", "u_shaped": "UShaped"}
 """Short names of time distributions."""
 
@@ -65,9 +68,26 @@ def open_trained(config: SamplingConfig) -> tuple[PartialState, Trained, dict[st
     set_seed(config.samples.seed)
     trained = load_trained(config.model, state)
     options = _solver_options(config.solver, trained)
-    if config.solver.autoguidance != 1:
-        options["guidance"] = _autoguidance(config, trained, state)
+    scale = config.solver.autoguidance
+    if scale is None:
+        scale = AUTOGUIDANCE if "guidance" not in options and on_main(state, lambda: is_autoguidable(trained)) else 1.0
+    if scale != 1:
+        options["guidance"] = _autoguidance(config, scale, trained, state)
     return state, trained, options
+
+
+def is_autoguidable(trained: Trained) -> bool:
+    """Return whether samples of a flow are autoguided by default: paths from noise, of a run with an early checkpoint.
+
+    Neither translations nor the students of a teacher were measured with autoguidance. Call in one process only.
+    """
+    flow = trained.flow
+    if type(flow).sample is not RectifiedFlow.sample or flow.takes_source or trained.is_taught:
+        return False
+    with suppress(UsageError):  # a damaged early checkpoint, which the samples do not need
+        path = checkpoint.early_of(trained.source)
+        return path is not None and checkpoint.resolve(path) == path
+    return False
 
 
 def load_trained(model: ModelConfig, state: PartialState) -> Trained:
@@ -97,8 +117,8 @@ def _move_text_encoder(trained: Trained, source: str) -> None:
         conditions[name] = replace(kind, encoder=type(kind.encoder)(source, kind.encoder.fingerprint))
 
 
-def _autoguidance(config: SamplingConfig, trained: Trained, state: PartialState) -> Guidance:
-    """Return the guidance by the early checkpoint of a run. Collective."""
+def _autoguidance(config: SamplingConfig, scale: float, trained: Trained, state: PartialState) -> Guidance:
+    """Return the guidance of a scale by the early checkpoint of a run. Collective."""
     flow, source = trained.flow, trained.source
     if type(flow).sample is not RectifiedFlow.sample:
         raise UsageError(f"--autoguidance has no effect: {source} holds a {type(flow).__name__}")
@@ -108,9 +128,10 @@ def _autoguidance(config: SamplingConfig, trained: Trained, state: PartialState)
     early: Any = read_trained(on_main(state, partial(checkpoint.resolve, path))).flow
     kinds = [{name: identity_of(kind) for name, kind in each.conditions.items()} for each in (early, flow)]
     if (type(early), early.space.shape, kinds[0]) != (type(flow), flow.space.shape, kinds[1]):
-        raise UsageError(f"--autoguidance: {path} differs from {source} in kind, shape or conditions: move it away")
+        remedy = "move it away, or pass --autoguidance 1"
+        raise UsageError(f"--autoguidance: {path} differs from {source} in kind, shape or conditions: {remedy}")
     velocity = to_device(early, state.device, config.model.mixed_precision).exact_velocity
-    return replace(guidance_of(config.solver, flow), autoguidance=config.solver.autoguidance, earlier=velocity)
+    return replace(guidance_of(config.solver, flow), autoguidance=scale, earlier=velocity)
 
 
 def guidance_of(flags: SolverConfig, flow: Flow) -> Guidance:
@@ -132,7 +153,7 @@ def _solver_options(flags: SolverConfig, trained: Trained) -> dict[str, Any]:
         if flow.from_source and flags.solver == "stochastic":  # before files are written
             starts = f"{source} starts from pictures"
             raise UsageError(f"--solver stochastic is for paths from noise, and {starts}: choose another solver")
-    if flags.time_grid != "uniform":
+    if flags.time_grid is not None:
         options["grid"] = flags.time_grid
     guidance = guidance_of(flags, flow)
     if guidance.scale != 1 or guidance.scales:

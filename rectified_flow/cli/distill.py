@@ -82,7 +82,8 @@ class DistillationData:
         count, steps, solver = DEFAULTS[kind]
         count, steps = flags.teacher_samples or count, flags.teacher_steps or steps
         points = steps if kind == "paths" else 1  # all but the end
-        recipe = Recipe(count, steps, seed, points, guidance_scale, flags.autoguidance, solver)
+        autoguidance = 1.0 if flags.autoguidance is None else flags.autoguidance
+        recipe = Recipe(count, steps, seed, points, guidance_scale, autoguidance, solver)
         return cls(flags.teacher, kind, flags.teacher_dir or output_dir / kind, recipe)
 
     @property
@@ -210,6 +211,7 @@ class _Generator:
                 noise=noise,
                 steps=self.recipe.steps,
                 solver=self.recipe.solver,
+                grid="uniform",  # on which a student learns the paths
                 guidance=self.guidance,
                 watch=lambda _t, x: path.append(x.half().cpu()),
                 decode=False,

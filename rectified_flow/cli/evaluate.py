@@ -1,6 +1,7 @@
 """evaluate.py: how near a trained flow's pictures are to the training pictures, on all processes together."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,9 @@ from rectified_flow.evaluation import scores  # noqa: F401 -- it registers score
 from rectified_flow.evaluation.evaluator import Comparison, Evaluator, suited
 from rectified_flow.evaluation.features import RealData, RenderedItems, coloured_like_samples
 from rectified_flow.evaluation.heldout import HeldOutPictures, divided
-from rectified_flow.flags import plain
-from rectified_flow.load import RESULTS_FILE, Trained, autocast, model_hash, read_results
+from rectified_flow.flags import plain, with_values
+from rectified_flow.flows.solvers import NO_GUIDANCE
+from rectified_flow.load import RESULTS_FILE, Trained, autocast, model_hash, read_results, sampled_with
 from rectified_flow.runs import checkpoint
 from rectified_flow.spaces.pictures import GREY, RGBA
 from rectified_flow.system.artifact import claim
@@ -37,6 +39,8 @@ FEW_SAMPLES = 2048  # the number of features of Inception: the covariance of few
 def evaluate(config: EvaluateConfig) -> None:
     """Compare samples with the training data, and print and save the results; each process takes a share."""
     measure = config.samples
+    if "likelihood" in measure.metric and config.solver.autoguidance is None:
+        config = with_values(config, {"autoguidance": 1.0})  # a likelihood is that of the flow itself
     state, trained, options = open_trained(config)
     if "likelihood" in measure.metric and options.keys() & {"solver", "grid", "guidance"}:
         own = "is measured without guidance, by a solver of its own"
@@ -59,7 +63,7 @@ def evaluate(config: EvaluateConfig) -> None:
         metrics=measure.metric or suited(flow.space.medium.metrics, flow, dataset, held_out),
         medium=flow.space.medium,
     )
-    settings = _settings(config, trained, state)
+    settings = _settings(config, trained, options, state)
     texts = {"results": str(folder / RESULTS_FILE)}
     with autocast(config.model.mixed_precision, state.device):
         loss = {} if losses is None else losses.measure(flow)
@@ -100,13 +104,21 @@ def warn_of_other_data(trained: Trained, dataset: RealData, state: PartialState)
         state.print(shown(f"warning: {dataset.info.source} is not, or no longer, what {trained.source} was trained on"))
 
 
-def _settings(config: EvaluateConfig, trained: Trained, state: PartialState) -> dict[str, Any]:
+def _settings(
+    config: EvaluateConfig, trained: Trained, options: Mapping[str, Any], state: PartialState
+) -> dict[str, Any]:
     """Return the settings of the samples that must match for two results to be comparable."""
     solver, scale = config.solver, guidance_of(config.solver, trained.flow).scale
-    settings = {"checkpoint": str(trained.source), "weights": trained.weights, "model": model_hash(trained.flow)}
+    autoguidance = options.get("guidance", NO_GUIDANCE).autoguidance
+    settings: dict[str, Any] = {
+        "checkpoint": str(trained.source),
+        "weights": trained.weights,
+        "model": model_hash(trained.flow),
+    }
     settings |= plain(solver) | {"solver": solver.solver or "default", "guidance_scale": scale}
+    settings |= {"time_grid": sampled_with(trained.flow, "grid", options), "autoguidance": autoguidance}
     settings |= {"mixed_precision": config.model.mixed_precision}
-    if solver.autoguidance != 1:
+    if autoguidance != 1:
         settings["early_checkpoint"] = str(on_main(state, lambda: checkpoint.early_of(trained.source)))
     return settings
 
@@ -173,6 +185,7 @@ def _summary(result: dict[str, Any], *, generates: bool = True) -> str:
     where = f" ({result['split']} split, {size} px)" if size else ""
     did = "{steps}-step pictures: {num_samples}, seed {seed}" if generates else "{steps} steps, seed {seed}"
     did += ", against {num_real} of {dataset}{where}, {weights}"
+    did += ", autoguidance {autoguidance:g}" * (result.get("autoguidance", 1) != 1)
     network = ["  by {feature_network}, resized {resize}".format(**result)] if "feature_network" in result else []
     wide = max(38, *map(len, result["distances"]))
     numbers = [f"  {name:<{wide}} {value:.5g}" for name, value in result["distances"].items()]

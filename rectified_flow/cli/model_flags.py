@@ -49,13 +49,13 @@ class SolverConfig(Flags):
 
     solver: Annotated[Solver | None, default_is("ab2")] = None
     """ODE solver of a rectified flow; midpoint and heun use two network calls per step."""
-    time_grid: TimeGrid = "uniform"
+    time_grid: Annotated[TimeGrid | None, default_is("edm for a rectified flow, uniform for a mean flow")] = None
     """Step spacing: uniform, shifted, EDM."""
     guidance_scale: Annotated[NonNegative | None, default_is("2 with captions, else 1")] = None
     """Classifier-free guidance scale, for models with conditions; above 1, images vary less."""
     guidance: Annotated[tuple[str, ...], tyro.conf.arg(metavar="[NAME=SCALE ...]"), default_is("none")] = ()
     """Guidance scales of single conditions beside --guidance_scale, such as category=2 text=3."""
-    autoguidance: NonNegative = 1.0
+    autoguidance: Annotated[NonNegative | None, default_is("1.5 with such a checkpoint, else 1")] = None
     """Autoguidance scale of a rectified flow, away from an early checkpoint of its run; doubles the network calls."""
     guidance_interval: Annotated[tuple[float, float], flag(needs="guidance_scale guidance autoguidance")] = (0.0, 1.0)
     """Noise levels between which guidance is applied."""

@@ -233,7 +233,9 @@ class TeacherConfig(Flags):
         None
     )
     """Folder of the generated paths or pairs, which several runs may share."""
-    autoguidance: Annotated[NonNegative, flag(needs="teacher")] = 1.0
+    autoguidance: Annotated[
+        NonNegative | None, flag(needs="teacher"), default_is("1.5 with such a checkpoint, else 1")
+    ] = None
     """Scale of autoguidance with which the teacher samples, away from an early checkpoint of its run."""
 
 

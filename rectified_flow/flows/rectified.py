@@ -98,7 +98,7 @@ class RectifiedFlow(Flow):
         *,
         steps: Steps = 16,
         solver: Solver = "ab2",
-        grid: TimeGrid = "uniform",
+        grid: TimeGrid = "edm",
         guidance: Guidance = NO_GUIDANCE,
         start: Tensor | None = None,
         strength: Strength = 1.0,

@@ -17,7 +17,7 @@ from rectified_flow.errors import UsageError
 from rectified_flow.flows.flow import Flow, sample_batches, sampling_defaults
 from rectified_flow.flows.solvers import Guidance
 from rectified_flow.hub.pretrained import load_pretrained, save_pretrained
-from rectified_flow.load import model_hash, solver_name
+from rectified_flow.load import model_hash, sampled_with
 from rectified_flow.spaces.pictures import Pictures as PictureMedium
 from rectified_flow.system.pictures import GeneratedPicture, Provenance
 
@@ -105,8 +105,8 @@ class FlowPipeline(DiffusionPipeline):
         # diffusers declares one picture, and returns a list of them.
         images: Any = VaeImageProcessor().postprocess(values, output_type, [False] * num_images)
         if output_type == "pil" and metadata:
-            steps, solver = options["steps"], solver_name(flow, {})
-            past = Provenance(model_hash(flow), seed, steps, solver=solver, guidance_scale=float(scale))
+            steps, solver, grid = options["steps"], sampled_with(flow, "solver"), sampled_with(flow, "grid")
+            past = Provenance(model_hash(flow), seed, steps, solver=solver, time_grid=grid, guidance_scale=float(scale))
             for number, image in enumerate(images):
                 own: dict[str, str | None] = {name: each[number % len(each)] for name, each in texts.items()}
                 GeneratedPicture.mark(image, replace(past, number=number, conditions=own))

@@ -205,7 +205,13 @@ def test_autoguidance_by_the_early_checkpoint(run: Path, tmp_path: Path, capfd: 
         tensors = {name: factor * each for name, each in weights.items()}
         checkpoint.save(folder / "checkpoints", step, {checkpoint.MODEL_FILE: tensors}, files)
     flags = ["--num_samples", 3, "--steps", 2, "--classes", "cat", "--checkpoint"]
-    draw(*flags, folder, "--output_dir", tmp_path / "plain")
+    draw(*flags, folder, "--autoguidance", 1, "--output_dir", tmp_path / "plain")
+    draw(*flags, folder, "--output_dir", tmp_path / "default")
+    assert "autoguidance 1.5\n" in capfd.readouterr().out
+    draw(*flags, folder, "--autoguidance", 1.5, "--output_dir", tmp_path / "given")
+    assert np.array_equal(pictures(tmp_path / "default")["00000.png"], pictures(tmp_path / "given")["00000.png"])
+    draw(*flags, folder, "--save_pretrained", tmp_path / "model", "--output_dir", tmp_path / "saved")
+    assert np.array_equal(pictures(tmp_path / "saved")["00000.png"], pictures(tmp_path / "plain")["00000.png"])
     capfd.readouterr()
     draw(*flags, folder, "--autoguidance", 2, "--output_dir", tmp_path / "one")
     told = capfd.readouterr().out
@@ -214,7 +220,7 @@ def test_autoguidance_by_the_early_checkpoint(run: Path, tmp_path: Path, capfd: 
     assert "step_00000010\n" in told
     run_on_ranks(2, draw, *flags, folder, "--autoguidance", 2, "--output_dir", tmp_path / "two")
     draw(*flags, folder / "checkpoints/step_00000010", "--output_dir", tmp_path / "early")
-    never = ("--guidance_interval", 0.6, 0.7)  # between the times 1 and 0.5 of two steps
+    never = ("--guidance_interval", 0.8, 0.9)  # between the times 1 and 0.72 of two steps
     draw(*flags, folder, "--autoguidance", 2, *never, "--output_dir", tmp_path / "never")
     assert np.array_equal(pictures(tmp_path / "never")["00000.png"], pictures(tmp_path / "plain")["00000.png"])
     plain, one, two, early = (pictures(tmp_path / name)["00000.png"] for name in ("plain", "one", "two", "early"))
@@ -224,6 +230,9 @@ def test_autoguidance_by_the_early_checkpoint(run: Path, tmp_path: Path, capfd: 
     shutil.rmtree(folder / "checkpoints/step_00000010")
     checkpoint.save(folder / "checkpoints", 10, {checkpoint.MODEL_FILE: weights}, files)
     assert_refused("sample.py", 1, f"--checkpoint {folder} --autoguidance 2", "in kind, shape or conditions: move it")
+    (folder / "checkpoints/step_00000010" / checkpoint.MODEL_FILE).write_bytes(b"damaged")
+    draw(*flags, folder, "--output_dir", tmp_path / "alone")
+    assert np.array_equal(pictures(tmp_path / "alone")["00000.png"], pictures(tmp_path / "plain")["00000.png"])
     inside = (one > 0) & (one < 255)  # the others are clipped
     assert np.corrcoef((one - plain)[inside], (plain - early)[inside])[0, 1] > 0.5
 

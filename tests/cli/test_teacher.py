@@ -100,6 +100,7 @@ def test_a_path_is_the_teachers_with_its_guidance(teachers: dict[str, Path], dra
         noise=batch["path"][:, 0].float(),
         labels=batch["labels"],
         steps=STEPS,
+        grid="uniform",
         guidance=Guidance(SCALE),
         watch=lambda t, x: seen.append((t, x)),
     )
@@ -116,7 +117,7 @@ def test_a_pair_is_what_the_flow_makes_of_its_noise(teachers: dict[str, Path], d
     batch = pairs.read_batch([3, 149, 70])
     assert (batch["noise"].dtype, batch["noise"].shape) == (torch.float16, (3, 3, 8, 8))
     flow = load_flow(teachers["reflow"], RectifiedFlow)
-    images = flow.sample(noise=batch["noise"].float(), labels=batch["labels"], steps=STEPS)
+    images = flow.sample(noise=batch["noise"].float(), labels=batch["labels"], steps=STEPS, grid="uniform")
     assert (images.mul(255) - batch["images"]).abs().max() < 1, "not the flow's picture of that noise and label"
     everything = pairs.read_batch(range(COUNT))
     assert everything["noise"].float().std() == pytest.approx(1, abs=0.02)
@@ -145,7 +146,7 @@ def test_a_teacher_is_guided_by_its_early_checkpoint(tmp_path: Path) -> None:
     flow, noise = load_flow(teacher, RectifiedFlow), batch["path"][:, 0].float()
     for scale, near in ((1.5, True), (1.0, False)):
         guidance = Guidance(autoguidance=scale, earlier=early.exact_velocity)
-        images = flow.sample(noise=noise, steps=STEPS, guidance=guidance)
+        images = flow.sample(noise=noise, steps=STEPS, grid="uniform", guidance=guidance)
         assert bool((images.mul(255) - batch["images"]).abs().max() < 1) == near
     assert_refused(
         "train_mean_flow.py",

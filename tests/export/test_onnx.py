@@ -73,7 +73,7 @@ def test_a_rectified_flow_with_labels_as_onnx(tmp_path: Path, capsys: pytest.Cap
     expected = flow.eval().exact_velocity(x, t, labels=labels)
     assert (run(x=x, t=t, labels=labels) - expected).abs().max() <= 1e-5 * expected.abs().max()
     assert said["inputs"] == {**X_AND_T, "labels": {"type": "int64", "shape": ["b"]}}
-    assert (said["kind"], said["steps"], said["solver"]) == ("rectified", 16, "ab2")
+    assert (said["kind"], said["steps"], said["solver"], said["time_grid"]) == ("rectified", 16, "ab2", "edm")
     assert (said["channels"], said["range"], said["output"], said["source"]) == (3, [-1, 1], "velocity", None)
     assert "difference at most" in capsys.readouterr().out
 
@@ -94,7 +94,7 @@ def test_a_map_in_half_as_onnx(tmp_path: Path) -> None:
     difference = (run(x=x, t=t, r=r, labels=labels) - expected).abs().max() / expected.abs().max()
     assert 1e-6 < difference < 2e-2
     assert (said["kind"], said["output"]) == ("map", "average velocity")
-    assert (said["steps"], said["solver"]) == (1, None)
+    assert (said["steps"], said["solver"], said["time_grid"]) == (1, None, "uniform")
 
 
 @torch.no_grad()

@@ -113,7 +113,9 @@ def test_pictures_say_how_they_were_generated_once_they_are_saved(suffix: str, t
     path = tmp_path / f"picture.{suffix}"
     pipe(2, **calls).images[1].save(path)
     assert b"digitalsourcetype/trainedAlgorithmicMedia" in path.read_bytes()
-    expected = Provenance(model_hash(flow), 5, 2, 1, {"labels": "cat"}, guidance_scale=2.0, solver="ab2")
+    expected = Provenance(
+        model_hash(flow), 5, 2, 1, {"labels": "cat"}, guidance_scale=2.0, solver="ab2", time_grid="edm"
+    )
     assert read_provenance(path) == expected
     save_pretrained(flow, tmp_path / "model")
     assert hashlib.sha256((tmp_path / "model/model.safetensors").read_bytes()).hexdigest() == expected.model

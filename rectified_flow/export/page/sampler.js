@@ -5,8 +5,18 @@ import { sampleNoise, slerp } from "./noise.js";
 
 const [RED, GREEN, BLUE] = [0.299, 0.587, 0.114]; // weights in the brightness of a pixel (ITU-R BT.601)
 
-/** `steps + 1` times from `start` down to 0. */
-export const timeGrid = (steps, start = 1) => Array.from({ length: steps + 1 }, (_, i) => start * (1 - i / steps));
+const [SIGMA_MIN, SIGMA_MAX, RHO] = [0.002, 80, 7];
+
+/** `steps + 1` times from `start` down to 0, as time_grid in rectified_flow/flows/times.py has them. */
+export function timeGrid(kind, steps, start = 1) {
+  if (kind !== "edm") return Array.from({ length: steps + 1 }, (_, i) => start * (1 - i / steps));
+  const highest = start < 1 ? Math.min(SIGMA_MAX, start / (1 - start)) : SIGMA_MAX;
+  const [first, last] = [highest ** (1 / RHO), Math.min(SIGMA_MIN, highest / 2) ** (1 / RHO)];
+  return Array.from({ length: steps + 1 }, (_, i) => {
+    const sigma = (first + (i / steps) * (last - first)) ** RHO;
+    return i === 0 ? start : i === steps ? 0 : sigma / (1 + sigma);
+  });
+}
 
 /**
  * Where the sampling of a job starts, and the conditions of the network: {x, noise, conditions}.
@@ -72,7 +82,7 @@ export function inpainting(model, { picture, unknown }, noise) {
 export async function sample(model, job, call, watch) {
   let { x, noise, conditions } = begin(model, job);
   const varied = job.picture && !job.unknown && !model.source;
-  const times = timeGrid(job.steps, varied ? job.level : 1);
+  const times = timeGrid(model.time_grid, job.steps, varied ? job.level : 1);
   const step = model.kind === "map" ? mapStep(call) : adamsBashforth(guided(model, job, call));
   const keep = inpainting(model, job, noise);
   if ((await watch(0, x)) === false) return null;
