@@ -21,7 +21,7 @@ from rectified_flow.flows.flow import SOURCE, Flow, sampling_defaults
 from rectified_flow.flows.flow_map import DistilledFlow
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
-from rectified_flow.flows.solvers import Guidance
+from rectified_flow.flows.solvers import AUTOGUIDANCE, Guidance
 from rectified_flow.flows.times import TimeDistribution
 from rectified_flow.load import Trained, read_trained
 from rectified_flow.networks.network import Network, checkpoint_gradients, to_device
@@ -31,8 +31,6 @@ from rectified_flow.runs import checkpoint
 from rectified_flow.spaces.space import Space, variant_conditions
 
 CONDITION_DROPOUT = 0.1
-AUTOGUIDANCE = 1.5
-"""Default scale of autoguidance, with which samples of all measured runs are nearer to the pictures."""
 TIMES = {"logit_normal": "LogitNormal", "uniform": "Uniform", "u_shaped": "UShaped"}
 """Short names of time distributions."""
 
