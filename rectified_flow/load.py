@@ -143,7 +143,7 @@ def model_hash(flow: Flow) -> str:
 
 def sampled_with(flow: Flow, name: str, options: Mapping[str, object] | None = None) -> str | None:
     """Return the ``solver`` or ``grid`` with which ``flow.sample`` samples; None if the flow has no such choice."""
-    found = {**sampling_defaults(flow), **(options or {})}.get(name)
+    found = {**sampling_defaults(flow), **(options or {})}.get(name) or getattr(flow, f"default_{name}", None)
     return None if found is None else str(found)
 
 

@@ -18,7 +18,7 @@ from rectified_flow.distributed import on_main
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.evaluator import conditions_of
 from rectified_flow.evaluation.heldout import divided
-from rectified_flow.flows import Solver
+from rectified_flow.flows import Solver, TimeGrid
 from rectified_flow.flows.flow import SOURCE
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.solvers import CALLS_PER_STEP, Guidance
@@ -39,13 +39,13 @@ DEFAULTS: dict[Kind, tuple[int, int, Solver]] = {"paths": (5_000, 8, "ab2"), "pa
 REMEDY = "choose another --output_dir, or --teacher_dir"
 COMPARED = ("pairs", "steps", "points", "guidance_scale", "autoguidance", "seed", "pictures")
 """Settings that must match those of stored data."""
-COMPARED_UNFINISHED = ("precision", "teacher", "earlier")
+COMPARED_UNFINISHED = ("grid", "precision", "teacher", "earlier")
 """Settings that must also match while rows are missing. Complete data can be used in any precision."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that determines the data of a teacher. The fields after ``solver`` describe the teacher."""
+    """Everything that determines the data of a teacher. The fields after ``grid`` describe the teacher."""
 
     pairs: int  # number of pairs, or of paths
     steps: int  # intervals of each sample
@@ -54,6 +54,7 @@ class Recipe:
     guidance_scale: float = 1.0
     autoguidance: float = 1.0
     solver: Solver = "midpoint"
+    grid: TimeGrid = "uniform"
     source: str = ""  # the teacher's checkpoint
     precision: str = ""  # of the teacher's network
     pictures: str = ""  # fingerprint of the training pictures
@@ -83,7 +84,7 @@ class DistillationData:
         count, steps = flags.teacher_samples or count, flags.teacher_steps or steps
         points = steps if kind == "paths" else 1  # all but the end
         autoguidance = 1.0 if flags.autoguidance is None else flags.autoguidance
-        recipe = Recipe(count, steps, seed, points, guidance_scale, autoguidance, solver)
+        recipe = Recipe(count, steps, seed, points, guidance_scale, autoguidance, solver, grid="edm")
         return cls(flags.teacher, kind, flags.teacher_dir or output_dir / kind, recipe)
 
     @property
@@ -122,7 +123,8 @@ def open_distilled(
 
     Returns:
         A dataset whose items have data as the space stores them, and ``noise``, float16 of the shape of ``x``, or
-        ``path``, float16 ``[points, ...]``: all points but the last, the noise first.
+        ``path``, float16 ``[points, ...]``: all points but the last, the noise first, and ``path_times``, float32
+        ``[points]``.
     """
     state, teacher, stored = PartialState(), distilled.teacher, on_main(PartialState(), lambda: recipe_of(distilled))
     earlier = on_main(state, lambda: checkpoint.early_of(teacher)) if distilled.recipe.autoguidance != 1 else None
@@ -198,7 +200,7 @@ class _Generator:
 
     def rows(self, numbers: Sequence[int]) -> dict[str, Tensor]:
         """Generate the rows with these numbers; each depends on the seed and its number alone."""
-        space, path = self.teacher.space, list[Tensor]()
+        space, path = self.teacher.space, list[tuple[float, Tensor]]()
         samples = randomness.Samples(self.recipe.seed, numbers)
         with randomness.deterministic(samples, self.device), autocast(self.precision, self.device):
             shape = (len(numbers), *(space.shape or ()))
@@ -211,14 +213,18 @@ class _Generator:
                 noise=noise,
                 steps=self.recipe.steps,
                 solver=self.recipe.solver,
-                grid="uniform",  # on which a student learns the paths
+                grid=self.recipe.grid,
                 guidance=self.guidance,
-                watch=lambda _t, x: path.append(x.half().cpu()),
+                watch=lambda t, x: path.append((t, x.half().cpu())),
                 decode=False,
                 **given,
             )
         rows = {self.space.key: self.space.to_stored(x)}
-        rows |= {"path": torch.stack(path[:-1], dim=1)} if self.kind == "paths" else {"noise": path[0]}
+        times, points = zip(*path[:-1], strict=True)
+        if self.kind == "paths":
+            rows |= {"path": torch.stack(points, dim=1), "path_times": torch.tensor(times).expand(len(numbers), -1)}
+        else:
+            rows["noise"] = points[0]
         if self.teacher.takes_source and not self.teacher.from_source:
             rows[SOURCE] = space.source_space.encode(given[SOURCE].to(self.device)).half()
         for name, column in self.pictures.columns.items():

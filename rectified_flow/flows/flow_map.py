@@ -4,6 +4,7 @@ from inspect import signature
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -52,6 +53,7 @@ class FlowMap(Flow):
 
     is_map = True
     default_steps = 1
+    default_grid: TimeGrid = "uniform"
 
     def __init__(
         self, network: nn.Module, *, weight_power: float = WEIGHT_POWER, weight_epsilon: float = 1e-3, **settings: Any
@@ -94,7 +96,7 @@ class FlowMap(Flow):
         count: int = 1,
         *,
         steps: Steps = 1,
-        grid: TimeGrid = "uniform",
+        grid: TimeGrid | None = None,
         start: Tensor | None = None,
         strength: Strength = 1.0,
         mask: Tensor | None = None,
@@ -107,7 +109,7 @@ class FlowMap(Flow):
         Args:
             count: number of samples if no tensor is given.
             steps: intervals between noise and data, each crossed with its average velocity.
-            grid: spacing of the times, see :func:`time_grid`.
+            grid: spacing of the times, see :func:`time_grid`; by default that of ``default_grid``.
             start: data ``[b, ...]`` to start from, as the space stores them, with noise up to ``strength``.
             strength: the time to start at, with ``start``.
             mask: bool ``[b, 1, h, w]``, true where data are generated; the rest is that of ``start``.
@@ -118,7 +120,7 @@ class FlowMap(Flow):
         Raises:
             UsageError: if an argument makes no sense.
         """
-        times = time_grid(steps, grid, strength if start is not None else 1.0)
+        times = time_grid(steps, grid or self.default_grid, strength if start is not None else 1.0)
         x, values = self.draw_start(count, conditions, noise=noise, start=start, strength=strength)
 
         def step(x: Tensor, t: float, r: float) -> Tensor:
@@ -133,8 +135,9 @@ class FlowMap(Flow):
 class DistilledFlow(FlowMap):
     """A flow map that is learned from the paths of a teacher.
 
-    A batch has the data at the end of each path, and ``path`` ``[b, n, ...]``: its points at times 1, (n - 1) / n, ...,
-    1 / n. Nothing is augmented, as the points belong together.
+    A batch has the data at the end of each path, and ``path`` ``[b, n, ...]``: its points at the times ``path_times``
+    ``[b, n]``, from noise on; without these, at times 1, (n - 1) / n, ..., 1 / n. Nothing is augmented, as the points
+    belong together.
 
     Args:
         network: called ``network(x, t, r=r, **conditions)``.
@@ -143,6 +146,8 @@ class DistilledFlow(FlowMap):
             two-step generation. The intervals of the rest end in any point, and start in any point before it.
         settings: further arguments of :class:`FlowMap`.
     """
+
+    default_grid: TimeGrid = "edm"  # the halves of a teacher's paths meet at its middle
 
     def __init__(
         self, network: nn.Module, *, whole_fraction: Share = 0.5, halves_fraction: Share = 0.0, **settings: Any
@@ -160,7 +165,10 @@ class DistilledFlow(FlowMap):
         later, earlier = torch.where(whole, steps, later), torch.where(whole, 0, earlier)
         x_t, between = (path[rows, steps - index].float() for index in (later, earlier.clamp(min=1)))
         x_r = torch.where(expand(earlier == 0, x_0), x_0, between)
-        loss, mean_square = self.loss(x_t, x_r, later / steps, earlier / steps, conditions)
+        uniform = torch.arange(steps, 0, -1, device=path.device) / steps
+        times = F.pad(batch.get("path_times", uniform.expand(len(path), -1)), (0, 1))  # the data have time 0
+        t, r = (times[rows, steps - index] for index in (later, earlier))
+        loss, mean_square = self.loss(x_t, x_r, t, r, conditions)
         self.logged = {"unweighted_loss": mean_square}
         return loss
 

@@ -93,18 +93,19 @@ def drawn(teachers: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
 
 def test_a_path_is_the_teachers_with_its_guidance(teachers: dict[str, Path], drawn: dict[str, StoreDataset]) -> None:
     batch = drawn["distill"].read_batch([3, 149, 70])
-    assert set(batch) == {"images", "labels", "path"}
+    assert set(batch) == {"images", "labels", "path", "path_times"}
     assert (batch["path"].dtype, batch["path"].shape) == (torch.float16, (3, STEPS, 3, 8, 8))
     seen: list[tuple[float, Tensor]] = []
     images = load_flow(teachers["distill"], RectifiedFlow).sample(
         noise=batch["path"][:, 0].float(),
         labels=batch["labels"],
         steps=STEPS,
-        grid="uniform",
         guidance=Guidance(SCALE),
         watch=lambda t, x: seen.append((t, x)),
     )
-    assert [t for t, _ in seen] == pytest.approx([1, 2 / 3, 1 / 3, 0]), "not the times that the flow learns them at"
+    times = batch["path_times"]
+    assert [t for t, _ in seen] == pytest.approx([*times[0].tolist(), 0]), "not the times that the flow learns them at"
+    assert torch.equal(times, times[:1].expand(3, -1))
     for point, (_, x) in zip(batch["path"].unbind(1), seen[:-1], strict=True):
         torch.testing.assert_close(point.float(), x, rtol=1e-2, atol=1e-2)
     assert (images.mul(255) - batch["images"]).abs().max() < 1
@@ -117,7 +118,7 @@ def test_a_pair_is_what_the_flow_makes_of_its_noise(teachers: dict[str, Path], d
     batch = pairs.read_batch([3, 149, 70])
     assert (batch["noise"].dtype, batch["noise"].shape) == (torch.float16, (3, 3, 8, 8))
     flow = load_flow(teachers["reflow"], RectifiedFlow)
-    images = flow.sample(noise=batch["noise"].float(), labels=batch["labels"], steps=STEPS, grid="uniform")
+    images = flow.sample(noise=batch["noise"].float(), labels=batch["labels"], steps=STEPS)
     assert (images.mul(255) - batch["images"]).abs().max() < 1, "not the flow's picture of that noise and label"
     everything = pairs.read_batch(range(COUNT))
     assert everything["noise"].float().std() == pytest.approx(1, abs=0.02)
@@ -148,7 +149,7 @@ def test_a_teacher_is_guided_by_its_early_checkpoint(tmp_path: Path) -> None:
     flow, noise = load_flow(teacher, RectifiedFlow), batch["path"][:, 0].float()
     for scale, near in ((1.5, True), (1.0, False)):
         guidance = Guidance(autoguidance=scale, earlier=early.exact_velocity)
-        images = flow.sample(noise=noise, steps=STEPS, grid="uniform", guidance=guidance)
+        images = flow.sample(noise=noise, steps=STEPS, guidance=guidance)
         assert bool((images.mul(255) - batch["images"]).abs().max() < 1) == near
     assert_refused(
         "train_mean_flow.py",

@@ -11,10 +11,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from rectified_flow.condition import Labels
 from rectified_flow.errors import UsageError
-from rectified_flow.flows import ObjectiveName
+from rectified_flow.flows import ObjectiveName, TimeGrid
 from rectified_flow.flows.flow_map import DistilledFlow
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
+from rectified_flow.flows.times import time_grid
 from rectified_flow.networks import forward_mode as tangents
 from rectified_flow.networks.unet import Unet
 from rectified_flow.randomness import BatchRows, deterministic
@@ -199,36 +200,38 @@ def test_guidance_moves_the_target_of_labelled_rows_only() -> None:
 POINTS = 8
 
 
-def path_of(data: Gaussian, noise: Tensor) -> Tensor:
-    """The exact path from noise to data: all points at times 1, 7/8, ..., 0."""
-    times = (torch.arange(POINTS, -1, -1) / POINTS).reshape(-1, 1, 1, 1, 1)
-    one = torch.ones(())
+def path_of(data: Gaussian, noise: Tensor, times: Tensor) -> Tensor:
+    """The exact path from noise to data: the points at some times."""
+    times, one = times.reshape(-1, 1, 1, 1, 1), torch.ones(())
     return (noise - (one - times) * data.average_velocity(noise[None], one, times)).transpose(0, 1)
 
 
-def distilled_error() -> tuple[float, float]:
+def distilled_error(grid: TimeGrid, **told: Tensor) -> tuple[float, float]:
     """The mean squared error of the exact average velocity on exact paths, and the norm of its gradient."""
-    data = image_gaussian().float()
+    data, times = image_gaussian().float(), torch.tensor(time_grid(POINTS, grid))
     torch.manual_seed(0)
-    points = path_of(data, torch.randn(2000, 3, 4, 4))
+    points = path_of(data, torch.randn(2000, 3, 4, 4), times)
     flow = DistilledFlow(Optimal(data), weight_power=0)
-    loss = forward(flow, points)
+    loss = forward(flow, points, **told)
     loss.backward()
     gradient = flow.network.errors.grad
     assert isinstance(gradient, Tensor)
     return flow.logged["unweighted_loss"].item(), gradient.norm().item()
 
 
-def forward(flow: DistilledFlow, points: Tensor) -> Tensor:
+def forward(flow: DistilledFlow, points: Tensor, **told: Tensor) -> Tensor:
     """The loss on paths that are not rounded to pixels."""
     flow.space.encode = lambda data: data  # type: ignore[method-assign]
-    return flow(images=points[:, -1], path=points[:, :-1])
+    return flow(images=points[:, -1], path=points[:, :-1], **told)
 
 
 def test_the_exact_average_velocity_has_no_error_and_no_gradient() -> None:
-    mean_square, gradient = distilled_error()
-    assert mean_square < 1e-9
-    assert gradient < 0.02
+    """The times of the points are those of the batch, and uniform if it has none."""
+    told = {"path_times": torch.tensor(time_grid(POINTS, "edm"))[:-1].expand(2000, -1)}
+    for mean_square, gradient in (distilled_error("uniform"), distilled_error("edm", **told)):
+        assert mean_square < 1e-9
+        assert gradient < 0.02
+    assert distilled_error("edm")[0] > 1e-3
 
 
 class Recorder(nn.Module):
