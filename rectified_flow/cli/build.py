@@ -1,7 +1,6 @@
 """From flags to the parts of a run: the network, the flow, or a trained flow."""
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -80,12 +79,8 @@ def is_autoguidable(trained: Trained) -> bool:
     Neither translations nor the students of a teacher were measured with autoguidance. Call in one process only.
     """
     flow = trained.flow
-    if type(flow).sample is not RectifiedFlow.sample or flow.takes_source or trained.is_taught:
-        return False
-    with suppress(UsageError):  # a damaged early checkpoint, which the samples do not need
-        path = checkpoint.early_of(trained.source)
-        return path is not None and checkpoint.resolve(path) == path
-    return False
+    is_plain = type(flow).sample is RectifiedFlow.sample and not flow.takes_source and not trained.is_taught
+    return is_plain and checkpoint.intact_early_of(trained.source) is not None
 
 
 def load_trained(model: ModelConfig, state: PartialState) -> Trained:

@@ -141,7 +141,7 @@ def with_record(settings: Settings[C]) -> tuple[Settings[C], bool]:
     # Only such paths were measured with autoguidance.
     is_plain = teacher.method == "rectified" and not teacher.source.is_given and values.flow.guidance_scale == 1
     if is_plain and values.method == "distill" and stored is None:
-        early = on_main(state, lambda: checkpoint.early_of(source))
+        early = on_main(state, lambda: checkpoint.intact_early_of(source))
         chosen["autoguidance"] = 1.0 if early is None else AUTOGUIDANCE
     is_condition = teacher.source.is_given and not teacher.source.as_start
     has_conditions = teacher.network.use_cfg or bool(teacher.columns.condition_on) or is_condition

@@ -160,6 +160,12 @@ def early_of(path: Path) -> Path | None:
     return _early(earlier, step_of(path))
 
 
+def intact_early_of(path: Path) -> Path | None:
+    """Return the early checkpoint beside the checkpoint ``path``; None if there is none, or if it is damaged."""
+    early = early_of(path)
+    return None if early is None or find_damage(early, names=FLOW_FILES) else early
+
+
 def mark_best(path: Path) -> None:
     """Point the name ``best`` to the checkpoint ``path``."""
     replace_file(path.parent / BEST, f"{path.name}\n")
