@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ from rectified_flow.runs import checkpoint
 from rectified_flow.spaces.space import Space, variant_conditions
 
 CONDITION_DROPOUT = 0.1
+LEAST_AUTOGUIDED = 400
+"""Number of items from which samples are autoguided by default: of fewer, copies become more frequent."""
 TIMES = {"logit_normal": "LogitNormal", "uniform": "Uniform", "u_shaped": "UShaped"}
 """Short names of time distributions."""
 
@@ -65,22 +68,27 @@ def open_trained(config: SamplingConfig) -> tuple[PartialState, Trained, dict[st
     set_seed(config.samples.seed)
     trained = load_trained(config.model, state)
     options = _solver_options(config.solver, trained)
-    scale = config.solver.autoguidance
+    scale, flow = config.solver.autoguidance, trained.flow
     if scale is None:
-        scale = AUTOGUIDANCE if "guidance" not in options and on_main(state, lambda: is_autoguidable(trained)) else 1.0
+        is_plain = type(flow).sample is RectifiedFlow.sample and not flow.takes_source and not trained.is_taught
+        is_plain = is_plain and "guidance" not in options
+        scale = on_main(state, lambda: default_autoguidance(trained.source, is_plain=is_plain))
     if scale != 1:
         options["guidance"] = _autoguidance(config, scale, trained, state)
     return state, trained, options
 
 
-def is_autoguidable(trained: Trained) -> bool:
-    """Return whether samples of a flow are autoguided by default: paths from noise, of a run with an early checkpoint.
+def default_autoguidance(source: Path, *, is_plain: bool) -> float:
+    """Return the scale of autoguidance by default: 1 without an intact early checkpoint. Call in one process only.
 
-    Neither translations nor the students of a teacher were measured with autoguidance. Call in one process only.
+    Args:
+        source: the checkpoint.
+        is_plain: whether its flow leads from noise to data and learned from data; no others were measured.
     """
-    flow = trained.flow
-    is_plain = type(flow).sample is RectifiedFlow.sample and not flow.takes_source and not trained.is_taught
-    return is_plain and checkpoint.intact_early_of(trained.source) is not None
+    early = checkpoint.intact_early_of(source) if is_plain else None
+    if early is None or not (early / checkpoint.STATE_FILE).exists():
+        return 1.0
+    return AUTOGUIDANCE if checkpoint.load_state(early).items >= LEAST_AUTOGUIDED else 1.0
 
 
 def load_trained(model: ModelConfig, state: PartialState) -> Trained:

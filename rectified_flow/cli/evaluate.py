@@ -1,7 +1,6 @@
 """evaluate.py: how near a trained flow's pictures are to the training pictures, on all processes together."""
 
 import json
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from rectified_flow.evaluation.heldout import HeldOutPictures, divided
 from rectified_flow.flags import plain, with_values
 from rectified_flow.flows.solvers import NO_GUIDANCE
 from rectified_flow.load import RESULTS_FILE, Trained, autocast, model_hash, read_results, sampled_with
+from rectified_flow.registry import Document
 from rectified_flow.runs import checkpoint
 from rectified_flow.spaces.pictures import GREY, RGBA
 from rectified_flow.system.artifact import claim
@@ -104,13 +104,11 @@ def warn_of_other_data(trained: Trained, dataset: RealData, state: PartialState)
         state.print(shown(f"warning: {dataset.info.source} is not, or no longer, what {trained.source} was trained on"))
 
 
-def _settings(
-    config: EvaluateConfig, trained: Trained, options: Mapping[str, Any], state: PartialState
-) -> dict[str, Any]:
+def _settings(config: EvaluateConfig, trained: Trained, options: Document, state: PartialState) -> Document:
     """Return the settings of the samples that must match for two results to be comparable."""
     solver, scale = config.solver, guidance_of(config.solver, trained.flow).scale
     autoguidance = options.get("guidance", NO_GUIDANCE).autoguidance
-    settings: dict[str, Any] = {
+    settings: Document = {
         "checkpoint": str(trained.source),
         "weights": trained.weights,
         "model": model_hash(trained.flow),

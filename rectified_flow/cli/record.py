@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 
 from accelerate import PartialState
 
+from rectified_flow.cli.build import default_autoguidance
 from rectified_flow.cli.distill import REMEDY, DistillationData, recipe_of
 from rectified_flow.cli.program_flags import ProgramConfig
 from rectified_flow.cli.settings import Settings, command_line, flags_in, typed_flags
@@ -28,7 +29,6 @@ from rectified_flow.cli.training_flags import (
 from rectified_flow.distributed import on_main
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import Flags, flag_name, rules_of
-from rectified_flow.flows.solvers import AUTOGUIDANCE
 from rectified_flow.registry import as_plain, build
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.folder import prepare_folders, read_config
@@ -138,11 +138,9 @@ def with_record(settings: Settings[C]) -> tuple[Settings[C], bool]:
         chosen |= {"teacher_samples": stored.pairs, "teacher_steps": stored.steps, "autoguidance": stored.autoguidance}
     theirs = on_main(state, lambda: recorded_flags(source))
     teacher = Settings(TrainConfig, {"recorded": theirs}).values
-    # Only such paths were measured with autoguidance.
-    is_plain = teacher.method == "rectified" and not teacher.source.is_given and values.flow.guidance_scale == 1
-    if is_plain and values.method == "distill" and stored is None:
-        early = on_main(state, lambda: checkpoint.intact_early_of(source))
-        chosen["autoguidance"] = 1.0 if early is None else AUTOGUIDANCE
+    if values.method == "distill" and stored is None:
+        is_plain = teacher.method == "rectified" and not teacher.source.is_given and values.flow.guidance_scale == 1
+        chosen["autoguidance"] = on_main(state, lambda: default_autoguidance(source, is_plain=is_plain))
     is_condition = teacher.source.is_given and not teacher.source.as_start
     has_conditions = teacher.network.use_cfg or bool(teacher.columns.condition_on) or is_condition
     _check_teacher(source, teacher.flow.prediction, distilled, has_conditions=has_conditions)

@@ -77,6 +77,8 @@ class TrainerFile(Counters):
     """The contents of ``trainer.json``: the state of a run after ``step`` steps, without its tensors."""
 
     run: RunIdentity
+    items: Natural = 0
+    """Number of items that the run trains on; 0 in runs of earlier versions."""
     sums: dict[str, ByRank] = field(default_factory=dict)
     """Sums of the values to log, by rank."""
     ema_step: Natural | None = None

@@ -202,7 +202,7 @@ class Run:
             self.write_status(running=True)
             with suppress(OSError):  # the lines are written with later ones
                 self.log.flush()
-            state = asdict(TrainerFile(**counters, run=self.identity))
+            state = asdict(TrainerFile(**counters, run=self.identity, items=self.length))
             documents: dict[str, object] = {CONFIG_FILE: self.document, STATE_FILE: state}
             documents[OUTPUTS_FILE] = self.log.keep_manifest()
             if self.flow_description is not None:

@@ -200,7 +200,8 @@ def test_autoguidance_by_the_early_checkpoint(run: Path, tmp_path: Path, capfd: 
         f"--checkpoint {run} --autoguidance 2",
         "--autoguidance needs a checkpoint of the first quarter of the run",
     )
-    weights = flow.network.state_dict()
+    weights, identity = flow.network.state_dict(), checkpoint.RunIdentity("data", 0, 8, "float32")
+    files[checkpoint.STATE_FILE] = asdict(checkpoint.TrainerFile(10, run=identity, items=400))
     for step, factor in ((10, 0.5), (30, 2.0), (80, 1.0)):  # 10 is nearest to an eighth of 80
         tensors = {name: factor * each for name, each in weights.items()}
         checkpoint.save(folder / "checkpoints", step, {checkpoint.MODEL_FILE: tensors}, files)
