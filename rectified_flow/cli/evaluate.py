@@ -70,7 +70,7 @@ def evaluate(config: EvaluateConfig) -> None:
     for steps in dict.fromkeys(measure.steps) or (flow.default_steps,):
         comparison = Comparison(evaluator, flow, {**options, "steps": steps})
         with autocast(config.model.mixed_precision, state.device):
-            numbers = evaluator.measure(comparison) | loss
+            numbers = evaluator.measure(comparison, required=measure.metric) | loss
             if not state.is_main_process:
                 continue
             rows = evaluator.beside_neighbours(comparison) if evaluator.metrics else None
@@ -185,7 +185,7 @@ def _summary(result: dict[str, Any], *, generates: bool = True) -> str:
     did += ", against {num_real} of {dataset}{where}, {weights}"
     did += ", autoguidance {autoguidance:g}" * (result.get("autoguidance", 1) != 1)
     network = ["  by {feature_network}, resized {resize}".format(**result)] if "feature_network" in result else []
-    wide = max(38, *map(len, result["distances"]))
+    wide = max([38, *map(len, result["distances"])])
     numbers = [f"  {name:<{wide}} {value:.5g}" for name, value in result["distances"].items()]
     few = result["num_samples"] < FEW_SAMPLES and any("frechet" in name for name in result["distances"])
     text = f"  of fewer than {FEW_SAMPLES:,} samples, a Fréchet distance is too large: compare equal numbers only"

@@ -1,8 +1,8 @@
 """Compare the samples of a flow with its training data, on all processes together."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from rectified_flow import randomness
-from rectified_flow.distributed import join_processes, map_over_ranks
+from rectified_flow.distributed import join_processes, map_over_ranks, on_main
+from rectified_flow.errors import UsageError
 from rectified_flow.evaluation import FeatureNetwork
 from rectified_flow.evaluation.distances import Metric, RealFeatures, nearest, nearness
 from rectified_flow.evaluation.features import (
@@ -157,15 +158,26 @@ class Evaluator:
             [(_, data)] = sample_batches(flow, some, seed=self.seed, batch_size=self.batch_size, **how)
             yield data
 
-    def measure(self, comparison: "Comparison") -> dict[str, float]:
-        """Compute all metrics and scores by name; the main process has those of features. Collective."""
-        numbers: dict[str, float] = {}
-        if self.metrics:
-            generated = comparison.generated
-            numbers = self.compute(generated) if self.state.is_main_process else {}
-        for score in self.scores:
-            numbers |= score(comparison)
-        return numbers
+    def measure(self, comparison: "Comparison", *, required: Collection[str] = ()) -> dict[str, float]:
+        """Compute all metrics and scores by name; the main process has those of features. Collective.
+
+        Args:
+            comparison: the comparison.
+            required: scores that must apply to the flow.
+
+        Raises:
+            UsageError: if a required score gives no number.
+        """
+        scores: dict[str, float] = {}
+        for score in self.scores:  # before the metrics, since one that does not apply needs no samples
+            found, name = score(comparison), score.__name__
+            if name in required and not on_main(self.state, partial(len, found)):
+                raise UsageError(f"`metric` {name} does not apply to this run, and gives no number: leave it out")
+            scores |= found
+        if not self.metrics:
+            return scores
+        generated = comparison.generated
+        return (self.compute(generated) if self.state.is_main_process else {}) | scores
 
     def compute(self, generated: Tensor) -> dict[str, float]:
         """Compute the metrics of features, by name, from the features of samples. Main process only."""

@@ -119,11 +119,25 @@ def test_a_folder_that_is_too_small_to_split_again(
     assert "warning: no pictures are held out, as `holdout` leaves" in "".join(capfd.readouterr())
 
 
+def refused(sentence: str, *flags: object) -> None:
+    with pytest.raises(UsageError, match=f"^{sentence}"):
+        measure(*flags)
+
+
+def test_a_metric_that_does_not_apply_to_the_run(tmp_path: Path) -> None:
+    """It gives no number beside the held-out loss, and all processes refuse it before a result is saved."""
+    save_run(tmp_path, FLOWS["rectified"](), holdout=0.5)
+    sentence = "`metric` translation does not apply to this run"
+    run_on_ranks(2, refused, sentence, "--checkpoint", tmp_path, "--metric", "translation", "--steps", 1)
+    assert not (tmp_path / "evaluation.json").exists()
+
+
 @pytest.mark.parametrize(("samples", "warns"), [(8, True), (2048, False)])
 def test_a_distance_of_few_samples_says_so(samples: int, warns: bool) -> None:
     settings = {"steps": 1, "seed": 0, "num_real": 9, "dataset": "x", "weights": "y", "image_size": None}
     text = _summary({**settings, "num_samples": samples, "distances": {"inception_frechet_distance": 1.0}})
     assert ("a Fréchet distance is too large" in text) == warns
+    assert _summary({**settings, "num_samples": samples, "distances": {}}).endswith("y"), "no score is defined"
 
 
 def test_a_result_takes_the_place_of_its_like(tmp_path: Path) -> None:
