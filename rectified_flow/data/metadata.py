@@ -117,7 +117,9 @@ def choose_columns(
     """
     has = ", ".join(columns) or f"none; write a metadata.csv with a column {FILE_NAME} beside the pictures"
     types = dict(each.partition("=")[::2] for each in wanted)
-    every = types.pop("all", None) is not None
+    every = "all" in types
+    if of_all := types.pop("all", ""):
+        raise UsageError(f"`condition_on` all takes no type: pass all, and NAME={of_all} for single columns")
     registered = (find("condition_on", WrittenCondition, name) for name in names(WrittenCondition))
     kinds = {kind.column_type: kind for kind in registered}
     for column, named in types.items():
