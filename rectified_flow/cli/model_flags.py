@@ -77,7 +77,7 @@ class PicturesConfig(Flags):
     """The images to sample."""
 
     num_samples: Annotated[
-        int | None, Interval(gt=0, le=10**8), default_is("64; more for all translations or classes")
+        int | None, Interval(gt=0, le=10**8), default_is("64; more for all classes or given images")
     ] = None
     """Number of samples."""
     steps: Annotated[Positive | None, default_is("16 for a rectified flow, 1 for a mean flow")] = None

@@ -91,7 +91,7 @@ def _from_pictures(path: Path, flags: PicturesConfig, trained: Trained, options:
     flow, space, degradation = trained.flow, trained.flow.space, trained.degradation
     _check_translation(flags, trained)
     translates = flow.takes_source or flags.mask is not None
-    files = find_inputs(path, space.medium)[: flags.num_samples or (None if translates else NUM_SAMPLES)]
+    files = find_inputs(path, space.medium)[: flags.num_samples]
     how = reading_of(trained)
     read = partial(space.medium.read, **how)
     images = torch.stack([_read("from_images", file, read) for file in files])
@@ -99,7 +99,7 @@ def _from_pictures(path: Path, flags: PicturesConfig, trained: Trained, options:
     seen = space.medium.stored(images.to(flow.device)).cpu()
     if not translates:
         start = {"start": seen, "strength": flags.strength or STRENGTH}
-        return SampleRequest(Names([""] * (flags.num_samples or NUM_SAMPLES)), options | start)
+        return SampleRequest(Names([""] * (flags.num_samples or max(NUM_SAMPLES, len(files)))), options | start)
     if degradation is not None and (flags.degrade or degradation.is_projection):
         seen = _degraded(seen, degradation, space, flags.seed)
     elif mask is not None and flow.takes_source:

@@ -274,6 +274,16 @@ def test_each_class_that_is_asked_for_is_generated(
     assert len([*tmp_path.glob("0*.png")]) == count
 
 
+def test_each_picture_of_a_folder_is_varied(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sample_request, "NUM_SAMPLES", 2)
+    (tmp_path / "given").mkdir()
+    for number in range(3):
+        Image.new("RGB", (8, 8)).save(tmp_path / f"given/{number}.png")
+    flags = ["--checkpoint", run, "--steps", 1, "--output_dir", tmp_path / "made"]
+    draw(*flags, "--from_images", tmp_path / "given")
+    assert len([*(tmp_path / "made").glob("0*.png")]) == 3
+
+
 def test_grids_of_earlier_calls_are_no_pictures_to_start_from(run: Path, tmp_path: Path) -> None:
     """A user's own picture may be called grid.png, too."""
     flags = ["--checkpoint", run, "--steps", 1, "--num_samples", 2]
