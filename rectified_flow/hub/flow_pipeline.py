@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
+from warnings import warn
 
 import numpy as np
 import torch
@@ -50,6 +51,15 @@ class FlowPipeline(DiffusionPipeline):
     def save_pretrained(self, save_directory: str | Path, **_options: object) -> None:
         """Save the model so that ``from_pretrained`` loads it; its files do not depend on options of diffusers."""
         save_pretrained(self.flow, save_directory)
+
+    def to(self, *args: object, **kwargs: object) -> Self:
+        """Move the pipeline to a device. Its weights stay in float32: another data type is ignored with a warning."""
+        wanted = {each for each in (*args, kwargs.pop("dtype", None)) if isinstance(each, torch.dtype)}
+        if wanted - {torch.float32}:
+            remedy = "leave the data type out, or call the pipeline under torch.autocast"
+            warn(f"the weights stay in float32: {remedy}", stacklevel=2)
+        rest = [each for each in args if not isinstance(each, torch.dtype)]
+        return super().to(*rest, **kwargs)  # type: ignore[misc]
 
     def __call__(
         self,

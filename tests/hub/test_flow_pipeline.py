@@ -95,6 +95,20 @@ def test_it_is_called_as_every_pipeline() -> None:
     assert not torch.equal(pipe(2, generator=first, output_type="pt", **calls).images, one), "a generator moves on"
 
 
+@pytest.mark.parametrize(
+    "place", [{"args": [torch.float16]}, {"args": ["cpu", torch.bfloat16]}, {"dtype": torch.float16}]
+)
+def test_the_weights_stay_in_float32(place: dict[str, Any]) -> None:
+    pipe: Any = FlowPipeline(FLOWS["rectified"]())
+    with pytest.warns(UserWarning, match="the weights stay in float32"):
+        moved = pipe.to(*place.pop("args", ()), **place)
+    assert moved is pipe
+    assert pipe.dtype == torch.float32
+    assert len(pipe.to("cpu", torch.float32)(num_inference_steps=1).images) == 1
+    with torch.autocast("cpu", torch.bfloat16):
+        pipe(num_inference_steps=1)
+
+
 def test_measurements_are_shown_in_colours() -> None:
     space = Fields((3, 8, 8), (250.0,) * 3, (320.0,) * 3, show="1,2,3")
     flow = RectifiedFlow(Unet(8, (1,), image_size=8, blocks_per_level=1), space=space)
