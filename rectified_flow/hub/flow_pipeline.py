@@ -1,6 +1,6 @@
 """The pipeline of diffusers around a trained flow, and the component that loads it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from PIL.Image import Image
 
 from rectified_flow.condition import example_texts, read_written, written
-from rectified_flow.errors import UsageError
+from rectified_flow.errors import LONGEST, UsageError
 from rectified_flow.flows.flow import Flow, sample_batches, sampling_defaults
 from rectified_flow.flows.solvers import Guidance
 from rectified_flow.hub.pretrained import load_pretrained, save_pretrained
@@ -22,7 +22,7 @@ from rectified_flow.load import model_hash, sampled_with
 from rectified_flow.spaces.pictures import Pictures as PictureMedium
 from rectified_flow.system.pictures import GeneratedPicture, Provenance
 
-Written = str | int | float
+Written = str | int | float | torch.Tensor | NDArray[np.generic]
 Pictures = list[Image] | NDArray[np.float32] | torch.Tensor
 
 
@@ -73,7 +73,7 @@ class FlowPipeline(DiffusionPipeline):
         return_dict: bool = True,
         batch_size: int | None = None,
         metadata: bool = True,
-        **conditions: Written | Sequence[Written],
+        **conditions: Written | Sequence[Written] | None,
     ) -> ImagePipelineOutput | tuple[Pictures]:
         """Return the pictures ``0`` to ``num_images - 1`` of a seed, which are those of ``sample.py``.
 
@@ -81,15 +81,16 @@ class FlowPipeline(DiffusionPipeline):
             num_images: number of pictures; by default ``batch_size``, as in the pipelines of diffusers, or else 1.
             num_inference_steps: intervals between noise and picture; by default those of ``sample.py``.
             guidance_scale: scale of classifier-free guidance; by default that of ``sample.py``.
-            generator: draws the seed; by default ``seed`` is used.
+            generator: draws the seed of all pictures; by default ``seed`` is used.
             seed: seed of all pictures.
             output_type: ``pil``, or float32 in [0, 1] as ``np`` ``[n, h, w, c]`` or ``pt`` ``[n, c, h, w]``.
             return_dict: return the pictures as an output of diffusers, otherwise in a tuple.
             batch_size: largest number of pictures in a batch; by default 64.
             metadata: have pictures of Pillow write seed, settings and the mark of generated pictures when saved.
-            conditions: values by name; picture ``i`` has value ``i % n`` of each. Without any, captions are examples of
-                the training data, and other conditions are drawn. If some are given, the others are "none".
+            conditions: values by name, or None; picture ``i`` has value ``i % n`` of each. Without any, captions are
+                examples of the training data, and other conditions are drawn. If some are given, the others are "none".
         """
+        _check_call(generator, num_images=num_images, batch_size=batch_size, num_inference_steps=num_inference_steps)
         flow, num_images = self.flow, num_images or batch_size or 1
         if flow.takes_source:
             raise UsageError("this model translates pictures: call pipe.flow.sample(source=pictures)")
@@ -99,9 +100,9 @@ class FlowPipeline(DiffusionPipeline):
         if unknown := conditions.keys() - written(flow.conditions).keys():
             known = ", ".join(written(flow.conditions)) or "none"
             raise UsageError(f"{min(unknown)} is not a condition of this model: pass {known}")
-        given = {
-            name: [str(each)] if isinstance(each, Written) else [*map(str, each)] for name, each in conditions.items()
-        }
+        given = {name: _texts_of(each) for name, each in conditions.items() if each is not None}
+        if empty := [name for name, values in given.items() if not values]:
+            raise UsageError(f"`{empty[0]}` has no values: pass some, or leave it out")
         texts = given or example_texts(flow.conditions)
         if generator is not None:
             seed = int(torch.randint(2**31, (), generator=generator, device=generator.device))
@@ -121,3 +122,21 @@ class FlowPipeline(DiffusionPipeline):
                 own: dict[str, str | None] = {name: each[number % len(each)] for name, each in texts.items()}
                 GeneratedPicture.mark(image, replace(past, number=number, conditions=own))
         return ImagePipelineOutput(images=images) if return_dict else (images,)
+
+
+def _check_call(generator: object, **numbers: object) -> None:
+    """Raise a UsageError unless the numbers of a call are positive integers, and it has one generator at most."""
+    for name, number in numbers.items():
+        if number is not None and not (isinstance(number, int) and number > 0):
+            advice = "pass one, and conditions by name"
+            raise UsageError(f"`{name}` {str(number)[:LONGEST]} is not a positive integer: {advice}")
+    if not isinstance(generator, torch.Generator | None):
+        raise UsageError("`generator` is no torch.Generator: pass one, which draws the seed of all pictures")
+
+
+def _texts_of(value: object) -> list[str]:
+    """Return a value of a condition, or each of several, as text."""
+    value = value.tolist() if isinstance(value, torch.Tensor | np.ndarray | np.generic) else value
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        return [text for each in value for text in _texts_of(each)]
+    return [str(value)]

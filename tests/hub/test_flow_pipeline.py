@@ -119,6 +119,17 @@ def test_measurements_are_shown_in_colours() -> None:
     assert abs(difference).max() <= 1
 
 
+@pytest.mark.parametrize(
+    "labels", [torch.tensor([1, 0]), np.array([1, 0]), [torch.tensor(1), np.int64(0)], (1, "cat"), iter(["dog", "cat"])]
+)
+def test_values_may_be_tensors_and_arrays(labels: Any) -> None:
+    pipe: Any = FlowPipeline(FLOWS["rectified"]())
+    one, two = (pipe(2, labels=each, num_inference_steps=1, output_type="pt").images for each in (labels, [1, 0]))
+    assert torch.equal(one, two)
+    drawn, none = (pipe(2, num_inference_steps=1, output_type="pt", **each).images for each in ({}, {"labels": None}))
+    assert torch.equal(drawn, none)
+
+
 @pytest.mark.parametrize("suffix", ["png", "webp"])
 def test_pictures_say_how_they_were_generated_once_they_are_saved(suffix: str, tmp_path: Path) -> None:
     flow = FLOWS["rectified"]()
@@ -149,6 +160,10 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ("mean", {"guidance_scale": 2}, "guidance has no effect on a MeanFlow: leave it out"),
         ("mean", {"colour": "red"}, "colour is not a condition of this model: pass labels"),
         ("rectified", {"labels": "cow"}, "cow does not exist: pass names"),
+        ("rectified", {"labels": []}, "`labels` has no values: pass some, or leave it out"),
+        ("rectified", {"num_images": "a red rose"}, "`num_images` a red rose is not a positive integer"),
+        ("rectified", {"num_images": 0}, "`num_images` 0 is not a positive integer"),
+        ("rectified", {"generator": [torch.Generator()]}, "`generator` is no torch.Generator: pass one"),
     ],
 )
 def test_what_is_refused(name: str, arguments: dict[str, Any], words: str) -> None:
