@@ -255,10 +255,13 @@ class Flow(nn.Module):
 
         Raises:
             UsageError: if neither ``noise`` nor the space has a shape, a value of a condition does not exist,
-                ``strength`` has no ``start``, or the ``start`` has another shape than ``x``.
+                ``strength`` has no ``start``, the ``start`` has another shape than ``x``, or a flow from sources has no
+                ``source``.
         """
         if start is None and strength != 1:
             raise UsageError("`strength` needs `start`: pass the data to start from")
+        if self.from_source and SOURCE not in conditions:
+            raise UsageError("the flow translates data: pass `source`, the data [b, ...] to translate")
         check_values(self.conditions, conditions)
         count = next((len(given) for given in (start, noise, *conditions.values()) if given is not None), count)
         if noise is None:

@@ -42,6 +42,13 @@ def test_a_request_without_meaning_is_refused(kind: type[Flow], request_: dict[s
         flow.sample(2, **request_)
 
 
+@pytest.mark.parametrize("kind", [RectifiedFlow, MeanFlow])
+def test_a_flow_from_sources_needs_a_source(kind: type[Flow]) -> None:
+    flow = kind(unet(), space=Pixels((3, 8, 8)), from_source=True)
+    with pytest.raises(UsageError, match="the flow translates data: pass `source`"):
+        flow.sample(2)
+
+
 def test_a_solver_or_guidance_without_meaning_is_refused() -> None:
     flow = RectifiedFlow(unet(), space=Pixels((3, 8, 8)))
     with pytest.raises(UsageError, match="`solver` is rk4; it must be 'euler', "):
