@@ -235,7 +235,9 @@ def _read(flag: str, path: Path, read: Callable[[Path], Tensor]) -> Tensor:
     try:
         return read(path)
     except Exception as error:  # every decoder fails in its own way
-        raise UsageError(f"--{flag} {path} cannot be read ({first_line(error)}): remove it") from error
+        raise UsageError(
+            f"--{flag} {path} cannot be read ({first_line(error)}): convert it, or leave it out"
+        ) from error
 
 
 def load_mask(path: Path, files: Sequence[Path], medium: Medium, *, pad: bool = False) -> Tensor:

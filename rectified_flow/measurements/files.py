@@ -95,6 +95,8 @@ def read_field(file: Path, channels_last: bool | None) -> tuple[Array, FieldForm
     shorter axis is that of the channels. The headers of TIFF and PNG files determine the axis.
     """
     suffix = file.suffix.lower().replace(".tiff", ".tif")
+    if suffix not in READERS:
+        raise ValueError(f"fields are in files that end with {', '.join(READERS)}")
     with open_regular(file) as stream:
         values, is_last, unknown, pixel_size, pages = READERS[suffix](stream)
     values = values.astype(np.uint8) if values.dtype.kind == "b" else values

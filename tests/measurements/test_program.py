@@ -175,3 +175,6 @@ def test_other_measurements_are_refused(counts: Runs, floats: Runs, tmp_path: Pa
     assert "has 2 channels of float32, and the flow was trained on 5 channels of uint16" in said
     said = counts.call("sample.py", f"--from_images {floats.data}/floats", tmp_path)
     assert "is neither a file nor a folder of files" in said
+    Image.new("RGB", (8, 8)).save(tmp_path / "photo.jpg")
+    said = counts.call("sample.py", f"--from_images {tmp_path}/photo.jpg", tmp_path)
+    assert "(fields are in files that end with .npy, .png, .tif): convert it, or leave it out" in said
