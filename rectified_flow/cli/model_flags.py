@@ -79,7 +79,7 @@ class PicturesConfig(Flags):
     num_samples: Annotated[
         int | None, Interval(gt=0, le=10**8), default_is("64; more for all classes or given images")
     ] = None
-    """Number of samples."""
+    """Number of samples, or of the images to translate or to inpaint (--variants for several results of each)."""
     steps: Annotated[Positive | None, default_is("16 for a rectified flow, 1 for a mean flow")] = None
     """Sampling steps."""
     classes: Annotated[str | None, default_is("random")] = None

@@ -92,6 +92,9 @@ def _from_pictures(path: Path, flags: PicturesConfig, trained: Trained, options:
     _check_translation(flags, trained)
     translates = flow.takes_source or flags.mask is not None
     files = find_inputs(path, space.medium)[: flags.num_samples]
+    if translates and flags.num_samples is not None and flags.num_samples > len(files):
+        found = f"--num_samples {flags.num_samples} is more than --from_images {path} has, which is {len(files)}"
+        raise UsageError(f"{found}: leave it out, or pass --variants for several results of each")
     how = reading_of(trained)
     read = partial(space.medium.read, **how)
     images = torch.stack([_read("from_images", file, read) for file in files])
@@ -235,9 +238,8 @@ def _read(flag: str, path: Path, read: Callable[[Path], Tensor]) -> Tensor:
     try:
         return read(path)
     except Exception as error:  # every decoder fails in its own way
-        raise UsageError(
-            f"--{flag} {path} cannot be read ({first_line(error)}): convert it, or leave it out"
-        ) from error
+        problem = f"cannot be read ({first_line(error)})"
+        raise UsageError(f"--{flag} {path} {problem}: convert it, or leave it out") from error
 
 
 def load_mask(path: Path, files: Sequence[Path], medium: Medium, *, pad: bool = False) -> Tensor:

@@ -184,6 +184,7 @@ REFUSALS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("--from_images {paired.data}/from --output_dir {paired.data}/from", "lies in the folder of --from_images"),
         ("--from_images {paired.data}/from --output_dir {paired.data}/from/a", "lies in the folder of --from_images"),
         ("--from_images {paired.data}/to/01.png --output_dir {paired.data}/to", "lies in the folder of --from_images"),
+        ("--from_images {paired.data}/from/01.png --num_samples 2", "pass --variants for several results of each"),
         ("--variants 2", "--variants needs --from_images"),
         ("--from_images {paired.data}/from --solver stochastic", "--solver stochastic is for paths from noise"),
         ("--from_images {paired.data}/nowhere", "neither a file nor a folder of files"),
