@@ -328,7 +328,9 @@ class Number(WrittenCondition):
     def parse(self, texts: Sequence[str]) -> Tensor:
         values = [as_number(text) for text in texts]
         if None in values:
-            raise UsageError(f"{texts[values.index(None)]} is not a number")
+            text = texts[values.index(None)]
+            _, unit = without_unit([text])
+            raise UsageError(f"{text} is not a number" + f": pass it without its unit {unit}" * bool(unit))
         return torch.tensor(values)
 
     @override

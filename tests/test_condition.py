@@ -117,8 +117,10 @@ def test_values_are_read_as_a_user_writes_them() -> None:
     assert Labels(3, ("Red", "red", "true")).parse(["red", "Red", "True"]).tolist() == [1, 0, 2]
     with pytest.raises(UsageError, match="RED does not exist"):
         Labels(3, ("Red", "red", "true")).parse(["RED"])
-    with pytest.raises(UsageError, match="big is not a number"):
+    with pytest.raises(UsageError, match=r"^big is not a number$"):
         Number((0.0, 1.0)).parse(["big"])
+    with pytest.raises(UsageError, match=r"0\.5 kg is not a number: pass it without its unit kg"):
+        Number((0.0, 1.0)).parse(["0.5 kg"])
     with pytest.raises(UsageError, match="dg does not exist: pass names like cat, dog, or numbers up to 1"):
         Labels(2, ("cat", "dog")).parse(["dg"])
 
