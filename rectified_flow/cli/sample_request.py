@@ -164,7 +164,9 @@ def written_conditions(flags: PicturesConfig, flow: Flow, source: Path) -> dict[
     if flags.classes is not None:
         texts[label] = _values(label, flags.classes, kinds, source, f"--classes {flags.classes}")
     for option in (each for some in flags.set_ for each in some):
-        column, _, text = option.partition("=")
+        column, equals, text = option.partition("=")
+        if not equals:
+            raise UsageError(f"--set {option[:LONGEST]} must be NAME=VALUE, such as unicode_version=9")
         name = condition_among(kinds, column)
         texts[name] = [*texts.get(name, ()), *_values(name, text, kinds, source, f"--set {option}")]
     return texts
@@ -176,6 +178,8 @@ def _values(name: str, text: str, kinds: Mapping[str, WrittenCondition], source:
     try:
         values = kind.split(text)
         if not kind.is_text:  # any text is a caption, and encoding one takes long
+            if "" in values:
+                raise UsageError("a value is empty; pass one, and check whether a variable is unset")
             read_written({name: kind}, {name: values})
     except ValueError as error:
         raise UsageError(f"{flag[:LONGEST]}: {first_line(error)}") from error

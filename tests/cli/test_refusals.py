@@ -175,6 +175,8 @@ REFUSALS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("--grid size=1,2 size=3", "--grid size has one axis twice"),
         ("--grid size parity --set size=3", "--grid size parity has one axis twice, or one that another flag sets"),
         ("--set size=1e400", "1e400 is not a number"),
+        ("--set size", "--set size must be NAME=VALUE, such as unicode_version=9"),
+        ("--set size=", "--set size=: a value is empty; pass one, and check whether a variable is unset"),
     ],
     (SAMPLE, f"--checkpoint {{paired.one}} {OUTPUT}"): [
         ("", "translates pictures: pass some with --from_images"),
