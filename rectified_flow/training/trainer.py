@@ -227,8 +227,9 @@ class Trainer:
         if self._saved is None:
             self._is_best = True
         elif self.accelerator.is_main_process:
-            with suppress(OSError):  # a full or slow disk does not stop the run
-                if self.run.saver.wait(self.config.rank_timeout / 2) == self._saved:  # else it could not be written
+            with suppress(OSError, UsageError):  # a full or slow disk does not stop the run
+                self.run.saver.wait(self.config.rank_timeout / 2)
+                if checkpoint.is_checkpoint(self._saved):  # else it could not be written
                     checkpoint.mark_best(self._saved)
 
     # Before the first step

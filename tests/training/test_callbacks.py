@@ -225,6 +225,22 @@ def test_a_checkpoint_that_could_not_be_written_is_not_the_best(
     assert checkpoint.best_of(tmp_path / "run/checkpoints") == tmp_path / "run/checkpoints/step_00000002"
 
 
+class BestStart(Callback):
+    """Calls the state that the run starts from the best one."""
+
+    def on_start(self, trainer: Trainer) -> None:
+        trainer.save_as_best()
+
+
+def test_the_checkpoint_that_a_run_resumes_from_may_be_the_best(tmp_path: Path) -> None:
+    """A run that was stopped in an evaluation makes up for it at the start, and then keeps this checkpoint."""
+    config = tiny_config(tmp_path / "run", train_num_steps=2, save_every=2, keep_checkpoints=1, num_samples=0)
+    pictures = tiny_dataset(tmp_path / "cache")
+    assert build_trainer(config, pictures).train()
+    assert build_trainer(replace(config, train_num_steps=6), pictures, callbacks=[BestStart()]).train()
+    assert checkpoint.best_of(tmp_path / "run/checkpoints") == tmp_path / "run/checkpoints/step_00000002"
+
+
 def test_checkpoints_are_ranked_by_the_frechet_distance_alone(tmp_path: Path) -> None:
     pictures = tiny_dataset(tmp_path / "cache")
     with pytest.raises(UsageError, match="`metrics` of an EvaluationHook need frechet"):
