@@ -31,7 +31,7 @@ from rectified_flow.errors import UsageError
 from rectified_flow.flags import Flags, flag_name, rules_of
 from rectified_flow.registry import as_plain, build
 from rectified_flow.runs import checkpoint
-from rectified_flow.runs.folder import prepare_folders, read_config
+from rectified_flow.runs.folder import prepare_folders, read_config, wait_for_end
 from rectified_flow.runs.training_config import TrainingConfig
 from rectified_flow.spaces.space import Space
 from rectified_flow.system.artifact import Artifact, owned_files
@@ -80,8 +80,18 @@ def recorded_flags(path: Path) -> dict[str, Any]:
     return typed_flags(TrainConfig, flags, path / checkpoint.CONFIG_FILE)
 
 
-def begun_flags(run: TrainingConfig, distilled: DistillationData | None) -> dict[str, Any] | None:
-    """Return the flags that a run began with, or None if it begins now. Call in one process only."""
+def begun_flags(
+    run: TrainingConfig, distilled: DistillationData | None, *, waits: bool = True
+) -> dict[str, Any] | None:
+    """Return the flags that a run began with, or None if it begins now. Call in one process only.
+
+    Args:
+        run: the flags of the run.
+        distilled: the data of its teacher, if there is one.
+        waits: wait until no other process trains in the folder of the run, as it saves when it ends.
+    """
+    if waits:
+        wait_for_end(run.output_dir)
     found = checkpoint.list_checkpoints(run.checkpoint_dir or checkpoint.place_of(run.output_dir))
     if not found and distilled is not None and _stored_source(distilled) is not None:
         found = [run.output_dir]  # killed while the data of the teacher were generated
@@ -103,7 +113,7 @@ def with_record(settings: Settings[C]) -> tuple[Settings[C], bool]:
     """Return the settings with what the run or its teacher has recorded, and whether the run has begun. Collective."""
     values, state = settings.values, PartialState()
     distilled = distillation_of(values)
-    begun = on_main(state, lambda: begun_flags(values.run, distilled))
+    begun = on_main(state, lambda: begun_flags(values.run, distilled, waits=not values.program.dry_run))
     given = {**settings.layers.get("file", {}), **settings.layers.get("given", {})}
     inheritable = {name: value for name, value in given.items() if name in INHERITED - {"augment"}}
     if begun is not None:

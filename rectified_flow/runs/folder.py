@@ -14,7 +14,8 @@ import platform
 import time
 import uuid
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
+from os.path import lexists
 from pathlib import Path
 from typing import Literal
 
@@ -224,15 +225,27 @@ def proven_names(folder: Path, checkpoints: Path) -> list[str]:
 def lock_folder(config: TrainingConfig, held: ExitStack) -> None:
     """Create the folders of a run, and lock them until ``held`` closes."""
     prepare_folders(config)
-    folder, status = config.output_dir, read_status(config.output_dir)
-    busy = f"process {status.get('pid')} on {status.get('host')} is training in `output_dir` {folder}"
-    held.enter_context(locked(folder, LOCK, busy, LOCK_TIMEOUT))
-    place = config.checkpoint_dir
+    held.enter_context(_locked_run(config.output_dir))
+    folder, place = config.output_dir, config.checkpoint_dir
     if place is not None and place.resolve() != folder.resolve():  # another run may save there, too
         busy = f"another run saves into `checkpoint_dir` {place}"
         held.enter_context(locked(place, LOCK, busy, LOCK_TIMEOUT))
         check_owner(config)
         replace_file(place / OWNER, f"{folder.resolve()}\n")
+
+
+def wait_for_end(folder: Path) -> None:
+    """Wait until no other process trains in the folder of a run; a UsageError if it takes too long."""
+    if lexists(folder / f".{LOCK}.lock"):
+        with _locked_run(folder):
+            pass
+
+
+def _locked_run(folder: Path) -> AbstractContextManager[None]:
+    """Hold the lock of the run in ``folder`` inside a block."""
+    status = read_status(folder)
+    busy = f"process {status.get('pid')} on {status.get('host')} is training in `output_dir` {folder}"
+    return locked(folder, LOCK, busy, LOCK_TIMEOUT)
 
 
 def check_owner(config: TrainingConfig) -> None:

@@ -11,11 +11,13 @@ from importlib import import_module
 from io import StringIO
 from multiprocessing import get_context
 from pathlib import Path
+from threading import Timer
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import pytest
+from filelock import FileLock
 from PIL import Image
 
 from rectified_flow.cli import distill, timing
@@ -106,6 +108,30 @@ def test_a_run_that_is_killed_before_its_first_checkpoint_has_the_rest_of_its_ti
     again = json.loads((tmp_path / "run/clock.json").read_text())
     assert again["used"] > 1.5
     assert again["asked"] == 4
+
+
+def train_while_another_ends(words: str, run: Path, saved: Path) -> None:
+    """Train while another process holds the folder, which then saves its first checkpoint and ends."""
+    with FileLock(run / ".run.lock", thread_local=False) as held:
+
+        def end() -> None:
+            saved.rename(run / "checkpoints")
+            held.release()
+
+        Timer(0.5, end).start()
+        train(words, 400.0)
+
+
+def test_a_command_that_is_repeated_while_the_first_one_ends_resumes_its_run(pictures: Path, tmp_path: Path) -> None:
+    """It has no plan of its own, which would be of another length as the machine is faster now."""
+    run, saved = tmp_path / "run", tmp_path / "saved"
+    words = f"--dataset_path {pictures} --cache_dir {tmp_path}/cache {TINY} --output_dir {run} --budget 1s"
+    run_on_ranks(1, train, words)
+    steps = flags_of(run)["train_num_steps"]
+    (run / "checkpoints").rename(saved)
+    run_on_ranks(1, train_while_another_ends, words, run, saved)
+    assert json.loads((run / "status.json").read_text())["total_steps"] == steps
+    assert [path.name for path in (run / "checkpoints").glob("step_*")] == [f"step_{steps:08}"]
 
 
 def train_slowly(words: str, clock: Path, ends: str) -> None:

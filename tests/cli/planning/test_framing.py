@@ -279,7 +279,7 @@ def test_weights_for_a_run_that_has_begun_are_said_to_have_no_effect(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     PartialState()
-    monkeypatch.setattr("rectified_flow.cli.record.begun_flags", lambda *_: {"init_from": Path("one")})
+    monkeypatch.setattr("rectified_flow.cli.record.begun_flags", lambda *_, **__: {"init_from": Path("one")})
     words = f"--output_dir {tmp_path} --init_from"
     with_record(read_settings(TrainConfig, "", f"{words} one".split()))
     assert "has no effect" not in capsys.readouterr().out
