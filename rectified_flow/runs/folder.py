@@ -198,7 +198,10 @@ def prepare_folders(config: TrainingConfig, *, writes: bool = True) -> None:
     proven = [] if CONFIG_FILE in claimed_names(folder) else found
     hold(folder, proven or RUN_FILES, proven=bool(proven))
     if not is_run(folder) and (folder / CONFIG_FILE).exists():  # such as that of a saved model
-        raise UsageError(f"{folder / CONFIG_FILE} is damaged or does not belong to a run: choose another `output_dir`")
+        may_remove = CONFIG_FILE in claimed_names(folder) and checkpoint.list_checkpoints(config.checkpoints)
+        remedy = "remove it to resume from the checkpoints, or choose" if may_remove else "choose"
+        problem = f"{folder / CONFIG_FILE} is damaged or does not belong to a run"
+        raise UsageError(f"{problem}: {remedy} another `output_dir`")
     folder = make("checkpoint_dir" if config.checkpoint_dir else "output_dir", config.checkpoints)
     is_own = bool(found) or checkpoint.best_of(folder) is not None
     hold(folder, [BEST, OWNER] if config.checkpoint_dir else [BEST], proven=is_own)

@@ -135,6 +135,21 @@ def test_a_copy_of_a_run_does_not_save_among_the_checkpoints_of_the_run(tmp_path
     assert write_status(moved, "running", 1, 2) == name
 
 
+def test_a_run_whose_config_is_damaged_resumes_once_the_file_is_removed(tmp_path: Path) -> None:
+    """Each checkpoint has a copy of the file; without a checkpoint, there is nothing to resume."""
+    config = TrainingConfig(output_dir=tmp_path)
+    prepare_folders(config)
+    (tmp_path / "config.json").write_text("")
+    with pytest.raises(UsageError, match=r"damaged or does not belong to a run: choose another `output_dir`"):
+        check_start(config)
+    save(rectified(), config)
+    with pytest.raises(UsageError, match=r": remove it to resume from the checkpoints, or choose another `output_dir`"):
+        check_start(config)
+    (tmp_path / "config.json").unlink()
+    check_start(config)
+    assert resume(rectified(), config) == []
+
+
 def test_the_check_of_a_start_leaves_nothing_behind(tmp_path: Path) -> None:
     config = TrainingConfig(output_dir=tmp_path / "new/run")
     check_start(config)
