@@ -125,7 +125,8 @@ def with_record(settings: Settings[C]) -> tuple[Settings[C], bool]:
             found["teacher"] = on_main(state, lambda: _same_teacher(recorded, distilled))
             if found["teacher"] is None:
                 problem = f"has no effect, as the teacher of {values.run.output_dir} is {recorded}"
-                raise UsageError(f"--teacher {distilled.teacher} {problem}: choose another --output_dir")
+                remedy = "pass this path to resume, even if it no longer exists, or choose another --output_dir"
+                raise UsageError(f"--teacher {distilled.teacher} {problem}: {remedy}")
         asked, began = values.init.init_from, begun.get("init_from")
         if "init_from" in settings.given and asked != began:
             kept = f"--init_from {asked} has no effect, as the run in {values.run.output_dir} has begun"

@@ -255,6 +255,18 @@ def test_a_run_resumes_when_its_teacher_is_gone(teachers: dict[str, Path], tmp_p
     assert list(losses(tmp_path / "run")) == [3, 4, 6]
 
 
+def test_a_run_whose_teacher_trained_on_and_moved_says_how_to_resume(teachers: dict[str, Path], tmp_path: Path) -> None:
+    """The checkpoint that it learned from is no longer there, so nothing proves that the folder is the teacher's."""
+    mine, run = Path(shutil.copytree(teachers["reflow"], tmp_path / "teacher")), tmp_path / "run"
+    run_on_ranks(1, learn, "reflow", mine, run, None, 3)
+    moved, known = mine.rename(tmp_path / "moved"), mine / "checkpoints/step_00000003"
+    (moved / "checkpoints/step_00000003").rename(moved / "checkpoints/step_00000009")
+    refusal = f"the teacher of {run} is {known}: pass this path to resume, even if it no longer exists"
+    assert_refused("train_mean_flow.py", 1, f"--method reflow --teacher {moved} --output_dir {run}", refusal)
+    run_on_ranks(1, learn, "reflow", known, run, None, 4)
+    assert list(losses(run)) == [3, 4]
+
+
 @pytest.mark.parametrize(("scale", "default"), [(1, 2.0), (3, 1.0)])
 def test_guided_pairs_leave_nothing_to_guide(scale: int, default: float) -> None:
     """The default scale of captions is applied to a student whose teacher was not guided, and is not applied twice."""
