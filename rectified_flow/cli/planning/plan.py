@@ -121,8 +121,12 @@ class Facts:
 
     @property
     def remedy(self) -> str:
-        """What to do if too few images fit into the time; latents of a smaller size are not processed faster."""
-        return "pass a longer --budget" if self.latents and "image_size" not in self.fixed else TOO_SLOW
+        """What to do if too few images fit into the time.
+
+        The data of a teacher have its size, and latents of a smaller size are not processed faster.
+        """
+        has_size = self.calls or (self.latents and "image_size" not in self.fixed)
+        return "pass a longer --budget" if has_size else TOO_SLOW
 
 
 class Trial(NamedTuple):
