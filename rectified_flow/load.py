@@ -141,10 +141,15 @@ def model_hash(flow: Flow) -> str:
     return sha256(checkpoint.to_bytes(checkpoint.own_weights(network_of(flow)))).hexdigest()
 
 
-def sampled_with(flow: Flow, name: str, options: Mapping[str, object] | None = None) -> str | None:
-    """Return the ``solver`` or ``grid`` with which ``flow.sample`` samples; None if the flow has no such choice."""
-    found = {**sampling_defaults(flow), **(options or {})}.get(name) or getattr(flow, f"default_{name}", None)
-    return None if found is None else str(found)
+def solver_name(flow: Flow, options: Mapping[str, object]) -> str | None:
+    """Return the solver that ``flow.sample`` uses with these options; None if the flow has no choice of solvers."""
+    defaults = sampling_defaults(flow)
+    return str(options.get("solver", defaults["solver"])) if "solver" in defaults else None
+
+
+def grid_name(flow: Flow, options: Mapping[str, object]) -> str:
+    """Return the spacing of the times of ``flow.sample`` with these options; ``uniform`` if the flow has no choice."""
+    return str({**sampling_defaults(flow), **options}.get("grid") or flow.default_grid)
 
 
 def autocast(precision: str, device: torch.device) -> torch.autocast:

@@ -32,7 +32,7 @@ from rectified_flow.spaces.space import Space, variant_conditions
 
 CONDITION_DROPOUT = 0.1
 LEAST_AUTOGUIDED = 400
-"""Number of items from which samples are autoguided by default: of fewer, copies become more frequent."""
+"""Smallest number of training items for autoguidance by default; with fewer items, copies become more frequent."""
 TIMES = {"logit_normal": "LogitNormal", "uniform": "Uniform", "u_shaped": "UShaped"}
 """Short names of time distributions."""
 
@@ -73,8 +73,8 @@ def open_trained(config: SamplingConfig) -> tuple[PartialState, Trained, dict[st
         is_plain = type(flow).sample is RectifiedFlow.sample and not flow.takes_source and not trained.is_taught
         is_plain = is_plain and "guidance" not in options
         scale = on_main(state, lambda: default_autoguidance(trained.source, is_plain=is_plain))
-    if scale != 1:
-        options["guidance"] = _autoguidance(config, scale, trained, state)
+    if scale != 1:  # with it, the grid edm is better on pixels, too
+        options = {"grid": "edm"} | options | {"guidance": _autoguidance(config, scale, trained, state)}
     return state, trained, options
 
 
@@ -86,9 +86,9 @@ def default_autoguidance(source: Path, *, is_plain: bool) -> float:
         is_plain: whether its flow leads from noise to data and learned from data; no others were measured.
     """
     early = checkpoint.intact_early_of(source) if is_plain else None
-    if early is None or not (early / checkpoint.STATE_FILE).exists():
+    if early is None or not (source / checkpoint.STATE_FILE).exists():
         return 1.0
-    return AUTOGUIDANCE if checkpoint.load_state(early).items >= LEAST_AUTOGUIDED else 1.0
+    return AUTOGUIDANCE if checkpoint.load_state(source).items >= LEAST_AUTOGUIDED else 1.0
 
 
 def load_trained(model: ModelConfig, state: PartialState) -> Trained:
@@ -119,7 +119,7 @@ def _move_text_encoder(trained: Trained, source: str) -> None:
 
 
 def _autoguidance(config: SamplingConfig, scale: float, trained: Trained, state: PartialState) -> Guidance:
-    """Return the guidance of a scale by the early checkpoint of a run. Collective."""
+    """Return autoguidance of the given scale, which uses the early checkpoint of the run. Collective."""
     flow, source = trained.flow, trained.source
     if type(flow).sample is not RectifiedFlow.sample:
         raise UsageError(f"--autoguidance has no effect: {source} holds a {type(flow).__name__}")
@@ -154,7 +154,7 @@ def _solver_options(flags: SolverConfig, trained: Trained) -> dict[str, Any]:
         if flow.from_source and flags.solver == "stochastic":  # before files are written
             starts = f"{source} starts from pictures"
             raise UsageError(f"--solver stochastic is for paths from noise, and {starts}: choose another solver")
-    if flags.time_grid is not None:
+    if flags.time_grid is not None and (flags.time_grid != "uniform" or "grid" in sampling_defaults(flow)):
         options["grid"] = flags.time_grid
     guidance = guidance_of(flags, flow)
     if guidance.scale != 1 or guidance.scales:

@@ -39,13 +39,13 @@ DEFAULTS: dict[Kind, tuple[int, int, Solver]] = {"paths": (5_000, 8, "ab2"), "pa
 REMEDY = "choose another --output_dir, or --teacher_dir"
 COMPARED = ("pairs", "steps", "points", "guidance_scale", "autoguidance", "seed", "pictures")
 """Settings that must match those of stored data."""
-COMPARED_UNFINISHED = ("grid", "precision", "teacher", "earlier")
+COMPARED_UNFINISHED = ("precision", "teacher", "earlier")
 """Settings that must also match while rows are missing. Complete data can be used in any precision."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that determines the data of a teacher. The fields after ``grid`` describe the teacher."""
+    """Everything that determines the data of a teacher. The fields after ``grid`` describe teacher and pictures."""
 
     pairs: int  # number of pairs, or of paths
     steps: int  # intervals of each sample
@@ -84,7 +84,7 @@ class DistillationData:
         count, steps = flags.teacher_samples or count, flags.teacher_steps or steps
         points = steps if kind == "paths" else 1  # all but the end
         autoguidance = 1.0 if flags.autoguidance is None else flags.autoguidance
-        recipe = Recipe(count, steps, seed, points, guidance_scale, autoguidance, solver, grid="edm")
+        recipe = Recipe(count, steps, seed, points, guidance_scale, autoguidance, solver)
         return cls(flags.teacher, kind, flags.teacher_dir or output_dir / kind, recipe)
 
     @property
@@ -97,6 +97,16 @@ class DistillationData:
         """Calls of the teacher's network for a pair or a path."""
         doubled = sum(scale != 1 for scale in (self.recipe.guidance_scale, self.recipe.autoguidance))
         return self.recipe.steps * CALLS_PER_STEP[self.recipe.solver] * 2**doubled
+
+    def grid_of(self, space: Space) -> TimeGrid:
+        """Return the spacing of the times of a sample, which is that of stored data if there are any.
+
+        It is ``edm`` for paths on latents or with autoguidance, as for samples of a teacher. Call in one process only.
+        """
+        if (stored := recipe_of(self)) is not None:
+            return stored.grid
+        is_edm = self.kind == "paths" and (bool(space.medium.codec) or self.recipe.autoguidance != 1)
+        return "edm" if is_edm else "uniform"
 
     def space_of_teacher(self) -> Space:
         """Return the space of the teacher's flow, whose checkpoint may be gone once data have been generated."""
@@ -124,7 +134,7 @@ def open_distilled(
     Returns:
         A dataset whose items have data as the space stores them, and ``noise``, float16 of the shape of ``x``, or
         ``path``, float16 ``[points, ...]``: all points but the last, the noise first, and ``path_times``, float32
-        ``[points]``.
+        ``[points]``, unless these are uniform.
     """
     state, teacher, stored = PartialState(), distilled.teacher, on_main(PartialState(), lambda: recipe_of(distilled))
     earlier = on_main(state, lambda: checkpoint.early_of(teacher)) if distilled.recipe.autoguidance != 1 else None
@@ -134,7 +144,9 @@ def open_distilled(
         precision="bf16" if precision == "bf16" else "float32",
         pictures=pictures.fingerprint,
         space=on_main(state, lambda: describe(distilled.space_of_teacher())),
-        solver=stored.solver if stored else distilled.recipe.solver,  # stored paths keep their solver; no flag sets it
+        # Stored paths keep their solver and their times, which no flag sets.
+        solver=stored.solver if stored else distilled.recipe.solver,
+        grid=on_main(state, lambda: distilled.grid_of(space)),
         teacher=checkpoint.fingerprint(teacher),
         earlier="" if earlier is None else checkpoint.fingerprint(earlier),
     )
@@ -221,10 +233,9 @@ class _Generator:
             )
         rows = {self.space.key: self.space.to_stored(x)}
         times, points = zip(*path[:-1], strict=True)
-        if self.kind == "paths":
-            rows |= {"path": torch.stack(points, dim=1), "path_times": torch.tensor(times).expand(len(numbers), -1)}
-        else:
-            rows["noise"] = points[0]
+        rows |= {"path": torch.stack(points, dim=1)} if self.kind == "paths" else {"noise": points[0]}
+        if self.kind == "paths" and self.recipe.grid != "uniform":
+            rows["path_times"] = torch.tensor(times).expand(len(numbers), -1)
         if self.teacher.takes_source and not self.teacher.from_source:
             rows[SOURCE] = space.source_space.encode(given[SOURCE].to(self.device)).half()
         for name, column in self.pictures.columns.items():

@@ -23,7 +23,7 @@ from rectified_flow.evaluation.features import RealData, RenderedItems, coloured
 from rectified_flow.evaluation.heldout import HeldOutPictures, divided
 from rectified_flow.flags import plain, with_values
 from rectified_flow.flows.solvers import NO_GUIDANCE
-from rectified_flow.load import RESULTS_FILE, Trained, autocast, model_hash, read_results, sampled_with
+from rectified_flow.load import RESULTS_FILE, Trained, autocast, grid_name, model_hash, read_results
 from rectified_flow.registry import Document
 from rectified_flow.runs import checkpoint
 from rectified_flow.spaces.pictures import GREY, RGBA
@@ -114,7 +114,7 @@ def _settings(config: EvaluateConfig, trained: Trained, options: Document, state
         "model": model_hash(trained.flow),
     }
     settings |= plain(solver) | {"solver": solver.solver or "default", "guidance_scale": scale}
-    settings |= {"time_grid": sampled_with(trained.flow, "grid", options), "autoguidance": autoguidance}
+    settings |= {"time_grid": grid_name(trained.flow, options), "autoguidance": autoguidance}
     settings |= {"mixed_precision": config.model.mixed_precision}
     if autoguidance != 1:
         settings["early_checkpoint"] = str(on_main(state, lambda: checkpoint.early_of(trained.source)))

@@ -49,7 +49,7 @@ class SolverConfig(Flags):
 
     solver: Annotated[Solver | None, default_is("ab2")] = None
     """ODE solver of a rectified flow; midpoint and heun use two network calls per step."""
-    time_grid: Annotated[TimeGrid | None, default_is("uniform for a mean flow, else edm")] = None
+    time_grid: Annotated[TimeGrid | None, default_is("edm on latents or with autoguidance, else uniform")] = None
     """Step spacing: uniform, shifted, EDM."""
     guidance_scale: Annotated[NonNegative | None, default_is("2 with captions, else 1")] = None
     """Classifier-free guidance scale, for models with conditions; above 1, images vary less."""

@@ -34,7 +34,7 @@ from rectified_flow.flags import with_values
 from rectified_flow.flows.flow import Flow, sample_batches
 from rectified_flow.flows.solvers import NO_GUIDANCE
 from rectified_flow.hub import CardContents, card_of_run, claim_model, save_pretrained
-from rectified_flow.load import Trained, autocast, model_hash, sampled_with
+from rectified_flow.load import Trained, autocast, grid_name, model_hash, solver_name
 from rectified_flow.runs.checkpoint import early_of, place_of
 from rectified_flow.spaces.medium import PREVIEW, Medium
 from rectified_flow.system.artifact import claim, claimed_names, write_output
@@ -103,7 +103,7 @@ def sample(config: SampleConfig) -> None:
         place = {"checkpoint": _run_of(file, config.model.checkpoint)}
         config = with_values(config, asdict(like) | place | {"guidance": scales, "like": None})
     flags, model = config.samples, config.samples.save_pretrained
-    if model is not None:
+    if model is not None and config.solver.autoguidance is None:
         config = with_values(config, {"autoguidance": 1.0})  # the saved model has no early checkpoint
     state, trained, options = open_trained(config)
     options |= {"seed": flags.seed, "batch_size": config.model.batch_size}
@@ -177,8 +177,8 @@ def _settings_of(config: SampleConfig, trained: Trained, request: SampleRequest)
         model=model_hash(trained.flow),
         seed=options["seed"],
         steps=options["steps"],
-        solver=sampled_with(trained.flow, "solver", options),
-        time_grid=sampled_with(trained.flow, "grid", options),
+        solver=solver_name(trained.flow, options),
+        time_grid=grid_name(trained.flow, options),
         guidance_scale=guidance.scale,
         guidance=dict(guidance.scales),
         guidance_interval=guidance.interval,

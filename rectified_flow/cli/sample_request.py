@@ -93,7 +93,7 @@ def _from_pictures(path: Path, flags: PicturesConfig, trained: Trained, options:
     translates = flow.takes_source or flags.mask is not None
     files = find_inputs(path, space.medium)[: flags.num_samples]
     if translates and flags.num_samples is not None and flags.num_samples > len(files):
-        found = f"--num_samples {flags.num_samples} is more than --from_images {path} has, which is {len(files)}"
+        found = f"--num_samples {flags.num_samples} exceeds the number of files in --from_images {path}, {len(files)}"
         raise UsageError(f"{found}: leave it out, or pass --variants for several results of each")
     how = reading_of(trained)
     read = partial(space.medium.read, **how)

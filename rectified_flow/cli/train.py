@@ -37,6 +37,7 @@ from rectified_flow.distributed import any_rank, on_main
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import recorded
 from rectified_flow.flows.flow import Flow
+from rectified_flow.flows.flow_map import DistilledFlow
 from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.folder import check_start, describe_run, prepare_folders, write_config
@@ -184,6 +185,8 @@ def train_on(
     """
     state, run, pictures = PartialState(), values.run, None
     flow = build_flow(values, data.conditions, with_augmentation(data.space, values.data.augment))
+    if distilled is not None and isinstance(flow, DistilledFlow):
+        flow.grid = on_main(state, lambda: distilled.grid_of(data.space))
     start_from(origin_of(values.init, values.data, distilled), run, flow)
     words = [f"{len(data.items):,} of {data.description.name}"]
     if data.description.has_pictures:

@@ -234,7 +234,9 @@ class TeacherConfig(Flags):
     )
     """Folder of the generated paths or pairs, which several runs may share."""
     autoguidance: Annotated[
-        NonNegative | None, flag(needs="teacher"), default_is("1.5 for a teacher of 400 items or more, else 1")
+        NonNegative | None,
+        flag(needs="teacher one_step"),
+        default_is("1.5 for most teachers of 400 items or more, else 1"),
     ] = None
     """Scale of autoguidance with which the teacher samples, away from an early checkpoint of its run."""
 

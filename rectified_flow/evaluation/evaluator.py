@@ -159,7 +159,7 @@ class Evaluator:
             yield data
 
     def measure(self, comparison: "Comparison", *, required: Collection[str] = ()) -> dict[str, float]:
-        """Compute all metrics and scores by name; the main process has those of features. Collective.
+        """Return all metrics and scores by name. Only the main process returns metrics on features. Collective.
 
         Args:
             comparison: the comparison.

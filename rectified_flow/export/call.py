@@ -10,7 +10,7 @@ from rectified_flow.errors import UsageError
 from rectified_flow.flows.flow import SOURCE, Flow
 from rectified_flow.flows.flow_map import FlowMap
 from rectified_flow.flows.rectified import RectifiedFlow
-from rectified_flow.load import sampled_with
+from rectified_flow.load import grid_name, solver_name
 from rectified_flow.registry import Document, describe
 from rectified_flow.spaces.degradations import Degradation
 
@@ -114,8 +114,8 @@ def model_json(
         else None,
         "conditions": [{"name": name} | kind.exported() for name, kind in call.kinds.items()],
         "steps": flow.default_steps,
-        "solver": sampled_with(flow, "solver"),
-        "time_grid": sampled_with(flow, "grid"),
+        "solver": solver_name(flow, {}),
+        "time_grid": grid_name(flow, {}),
         "guidance": flow.default_guidance,
         "source": {
             "as": "start" if flow.from_source else "condition",

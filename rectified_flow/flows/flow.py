@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from rectified_flow import randomness
 from rectified_flow.condition import ConditionSpecs, Picture, Values, check_values, drop
 from rectified_flow.errors import UsageError
-from rectified_flow.flows import Coupling, Share
+from rectified_flow.flows import Coupling, Share, TimeGrid
 from rectified_flow.flows.couplings import CANDIDATES, nearest_candidate, optimal_pairs, squared_distances
 from rectified_flow.flows.solvers import Inpaint
 from rectified_flow.spaces.pixels import Pixels
@@ -134,6 +134,11 @@ class Flow(nn.Module):
     def default_guidance(self) -> float:
         """The guidance scale that programs use unless a flag sets it."""
         return 1.0
+
+    @property
+    def default_grid(self) -> TimeGrid:
+        """The spacing of the times of :meth:`sample` if a caller gives none."""
+        return "uniform"
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the objective; drawing stays outside, and no saved name changes.

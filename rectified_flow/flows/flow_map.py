@@ -53,7 +53,6 @@ class FlowMap(Flow):
 
     is_map = True
     default_steps = 1
-    default_grid: TimeGrid = "uniform"
 
     def __init__(
         self, network: nn.Module, *, weight_power: float = WEIGHT_POWER, weight_epsilon: float = 1e-3, **settings: Any
@@ -144,16 +143,27 @@ class DistilledFlow(FlowMap):
         whole_fraction: share of the rows whose interval is the whole path, for one-step generation.
         halves_fraction: share of the other rows whose interval is the first or the second half of the path, for
             two-step generation. The intervals of the rest end in any point, and start in any point before it.
+        grid: spacing of the times of the paths, at which samples are generated, too.
         settings: further arguments of :class:`FlowMap`.
     """
 
-    default_grid: TimeGrid = "edm"  # the halves of a teacher's paths meet at its middle
-
     def __init__(
-        self, network: nn.Module, *, whole_fraction: Share = 0.5, halves_fraction: Share = 0.0, **settings: Any
+        self,
+        network: nn.Module,
+        *,
+        whole_fraction: Share = 0.5,
+        halves_fraction: Share = 0.0,
+        grid: TimeGrid = "uniform",
+        **settings: Any,
     ) -> None:
         super().__init__(network, **settings)
-        self.whole_fraction, self.halves_fraction = whole_fraction, halves_fraction
+        self.whole_fraction, self.halves_fraction, self.grid = whole_fraction, halves_fraction, grid
+
+    @property
+    @override
+    def default_grid(self) -> TimeGrid:
+        """The spacing of the times of the paths, so that two steps meet in their middle point."""
+        return self.grid
 
     def forward(self, **batch: Tensor) -> Tensor:
         """Draw an interval of each path and return the scalar loss; the first rows are those of whole paths."""

@@ -59,6 +59,12 @@ class RectifiedFlow(Flow):
             return 1.0
         return max((getattr(kind, "guidance", 1.0) for kind in self.conditions.values()), default=1.0)
 
+    @property
+    @override
+    def default_grid(self) -> TimeGrid:
+        """The spacing of the times of :meth:`sample` if a caller gives none (docs/measurements/quality.md)."""
+        return "edm" if self.space.medium.codec else "uniform"
+
     def forward(self, **batch: Tensor) -> Tensor:
         """Draw noise and times for a batch and return the scalar loss; see :meth:`Flow.draw_batch`."""
         x_0, noise, conditions = self.draw_batch(batch)
@@ -98,7 +104,7 @@ class RectifiedFlow(Flow):
         *,
         steps: Steps = 16,
         solver: Solver = "ab2",
-        grid: TimeGrid = "edm",
+        grid: TimeGrid | None = None,
         guidance: Guidance = NO_GUIDANCE,
         start: Tensor | None = None,
         strength: Strength = 1.0,
@@ -114,7 +120,7 @@ class RectifiedFlow(Flow):
             count: number of samples if no tensor is given.
             steps: intervals between noise and data; the solver decides the network calls in each.
             solver: ODE solver, see :func:`integrate`.
-            grid: spacing of the times, see :func:`time_grid`.
+            grid: spacing of the times, see :func:`time_grid`; by default that of ``default_grid``.
             guidance: classifier-free guidance, which doubles the rows of a network call.
             start: data ``[b, ...]`` to start from, as the space stores them, with noise up to ``strength``.
             strength: the time to start at, with ``start``.
@@ -130,7 +136,7 @@ class RectifiedFlow(Flow):
         """
         if self.from_source and solver == "stochastic":
             raise UsageError("`solver` stochastic is for paths from noise, not from a source: choose another solver")
-        times = time_grid(steps, grid, strength if start is not None else 1.0)
+        times = time_grid(steps, grid or self.default_grid, strength if start is not None else 1.0)
         x, values = self.draw_start(count, conditions, noise=noise, start=start, strength=strength)
         field = guided(self.exact_velocity, self.conditions, values, guidance)
         with self.evaluating():

@@ -29,7 +29,7 @@ Inpaint = Callable[[Tensor, float], Tensor]
 """A function that returns ``x`` at a time with the part that is not generated put back."""
 
 AUTOGUIDANCE = 1.5
-"""Scale of autoguidance of the programs, with which the samples of most measured runs are nearer to the pictures."""
+"""Default scale of autoguidance. At this scale, samples of most measured runs are nearer to the training data."""
 CALLS_PER_STEP: dict[Solver, int] = {"euler": 1, "midpoint": 2, "heun": 2, "ab2": 1, "dpmpp_2m": 1, "stochastic": 1}
 """Network calls in one interval."""
 

@@ -18,7 +18,7 @@ from rectified_flow.errors import LONGEST, UsageError
 from rectified_flow.flows.flow import Flow, sample_batches, sampling_defaults
 from rectified_flow.flows.solvers import Guidance
 from rectified_flow.hub.pretrained import load_pretrained, save_pretrained
-from rectified_flow.load import model_hash, sampled_with
+from rectified_flow.load import grid_name, model_hash, solver_name
 from rectified_flow.spaces.pictures import Pictures as PictureMedium
 from rectified_flow.system.pictures import GeneratedPicture, Provenance
 
@@ -116,7 +116,7 @@ class FlowPipeline(DiffusionPipeline):
         # diffusers declares one picture, and returns a list of them.
         images: Any = VaeImageProcessor().postprocess(values, output_type, [False] * num_images)
         if output_type == "pil" and metadata:
-            steps, solver, grid = options["steps"], sampled_with(flow, "solver"), sampled_with(flow, "grid")
+            steps, solver, grid = options["steps"], solver_name(flow, {}), grid_name(flow, {})
             past = Provenance(model_hash(flow), seed, steps, solver=solver, time_grid=grid, guidance_scale=float(scale))
             for number, image in enumerate(images):
                 own: dict[str, str | None] = {name: each[number % len(each)] for name, each in texts.items()}
@@ -125,13 +125,13 @@ class FlowPipeline(DiffusionPipeline):
 
 
 def _check_call(generator: object, **numbers: object) -> None:
-    """Raise a UsageError unless the numbers of a call are positive integers, and it has one generator at most."""
+    """Raise a UsageError unless all numbers are positive integers and ``generator`` is a torch.Generator or None."""
     for name, number in numbers.items():
-        if number is not None and not (isinstance(number, int) and number > 0):
+        if number is not None and not (isinstance(number, int | np.integer) and number > 0):
             advice = "pass one, and conditions by name"
             raise UsageError(f"`{name}` {str(number)[:LONGEST]} is not a positive integer: {advice}")
     if not isinstance(generator, torch.Generator | None):
-        raise UsageError("`generator` is no torch.Generator: pass one, which draws the seed of all pictures")
+        raise UsageError("`generator` is not a torch.Generator: pass one, which draws the seed of all pictures")
 
 
 def _texts_of(value: object) -> list[str]:

@@ -160,7 +160,7 @@ def settings_of(run: Run) -> dict[str, Component]:
             scale = 2 if any("encoder" in kind for kind in run.controls.values()) else 1
             settings["guidance_scale"] = gr.Slider(1, 6, scale, step=0.25, label="Guidance", info=info, **ON)
         if guides:
-            info = "Above 1, samples are guided away from an early checkpoint of the run. Empty for the default."
+            info = "Above 1, samples are guided away from an early checkpoint of the run. Leave empty for the default."
             settings["autoguidance"] = gr.Number(None, minimum=1, maximum=3, label="Autoguidance", info=info, **ON)
         info = "Shows whether a picture is a copy of a training picture."
         settings["nearest"] = gr.Checkbox(label="Show the nearest training pictures", info=info, **ON)

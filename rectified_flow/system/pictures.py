@@ -372,7 +372,7 @@ class Provenance:
     conditions: dict[str, str | None] = field(default_factory=dict)
     """Values as written; None is "none", and a condition that is missing was drawn."""
     solver: str | None = None
-    time_grid: str | None = "uniform"
+    time_grid: str = "uniform"
     guidance_scale: float = 1.0
     guidance: dict[str, float] = field(default_factory=dict)
     guidance_interval: tuple[float, float] = (0.0, 1.0)

@@ -205,12 +205,17 @@ def test_autoguidance_by_the_early_checkpoint(run: Path, tmp_path: Path, capfd: 
     for step, factor in ((10, 0.5), (30, 2.0), (80, 1.0)):  # 10 is nearest to an eighth of 80
         tensors = {name: factor * each for name, each in weights.items()}
         checkpoint.save(folder / "checkpoints", step, {checkpoint.MODEL_FILE: tensors}, files)
-    flags = ["--num_samples", 3, "--steps", 2, "--classes", "cat", "--checkpoint"]
+    flags = ["--num_samples", 3, "--steps", 2, "--classes", "cat", "--time_grid", "edm", "--checkpoint"]
     draw(*flags, folder, "--autoguidance", 1, "--output_dir", tmp_path / "plain")
     draw(*flags, folder, "--output_dir", tmp_path / "default")
     assert "autoguidance 1.5\n" in capfd.readouterr().out
     draw(*flags, folder, "--autoguidance", 1.5, "--output_dir", tmp_path / "given")
     assert np.array_equal(pictures(tmp_path / "default")["00000.png"], pictures(tmp_path / "given")["00000.png"])
+    draw("--num_samples", 1, "--steps", 2, "--checkpoint", folder, "--output_dir", tmp_path / "grid")
+    assert read_provenance(tmp_path / "grid/00000.png").time_grid == "edm"
+    again = ("--checkpoint", folder, "--like", tmp_path / "grid/00000.png", "--save_pretrained", tmp_path / "repeated")
+    draw(*again, "--output_dir", tmp_path / "again")
+    assert read_provenance(next((tmp_path / "again").glob("0*.png"))).autoguidance == 1.5
     draw(*flags, folder, "--save_pretrained", tmp_path / "model", "--output_dir", tmp_path / "saved")
     assert np.array_equal(pictures(tmp_path / "saved")["00000.png"], pictures(tmp_path / "plain")["00000.png"])
     capfd.readouterr()

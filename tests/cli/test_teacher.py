@@ -26,6 +26,7 @@ from rectified_flow.data.store_writer import StoreWriter
 from rectified_flow.errors import UsageError
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.solvers import Guidance
+from rectified_flow.flows.times import time_grid
 from rectified_flow.load import load_flow
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.text.caption import Caption
@@ -93,7 +94,7 @@ def drawn(teachers: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
 
 def test_a_path_is_the_teachers_with_its_guidance(teachers: dict[str, Path], drawn: dict[str, StoreDataset]) -> None:
     batch = drawn["distill"].read_batch([3, 149, 70])
-    assert set(batch) == {"images", "labels", "path", "path_times"}
+    assert set(batch) == {"images", "labels", "path"}
     assert (batch["path"].dtype, batch["path"].shape) == (torch.float16, (3, STEPS, 3, 8, 8))
     seen: list[tuple[float, Tensor]] = []
     images = load_flow(teachers["distill"], RectifiedFlow).sample(
@@ -103,9 +104,7 @@ def test_a_path_is_the_teachers_with_its_guidance(teachers: dict[str, Path], dra
         guidance=Guidance(SCALE),
         watch=lambda t, x: seen.append((t, x)),
     )
-    times = batch["path_times"]
-    assert [t for t, _ in seen] == pytest.approx([*times[0].tolist(), 0]), "not the times that the flow learns them at"
-    assert torch.equal(times, times[:1].expand(3, -1))
+    assert [t for t, _ in seen] == pytest.approx([1, 2 / 3, 1 / 3, 0]), "not the times that the flow learns them at"
     for point, (_, x) in zip(batch["path"].unbind(1), seen[:-1], strict=True):
         torch.testing.assert_close(point.float(), x, rtol=1e-2, atol=1e-2)
     assert (images.mul(255) - batch["images"]).abs().max() < 1
@@ -149,8 +148,13 @@ def test_a_teacher_is_guided_by_its_early_checkpoint(tmp_path: Path) -> None:
     flow, noise = load_flow(teacher, RectifiedFlow), batch["path"][:, 0].float()
     for scale, near in ((1.5, True), (1.0, False)):
         guidance = Guidance(autoguidance=scale, earlier=early.exact_velocity)
-        images = flow.sample(noise=noise, steps=STEPS, guidance=guidance)
+        images = flow.sample(noise=noise, steps=STEPS, grid="edm", guidance=guidance)
         assert bool((images.mul(255) - batch["images"]).abs().max() < 1) == near
+    assert batch["path_times"].tolist() == [pytest.approx(time_grid(STEPS, "edm")[:-1])] * 4
+    for folder, grid in ((tmp_path / "edm", "edm"), (tmp_path / "plain", "uniform")):  # a map is sampled at these times
+        scale = 1.5 if grid == "edm" else 1
+        train(flags_of("distill", teacher, folder, guidance_scale=1, autoguidance=scale, train_num_steps=1))
+        assert load_flow(folder).default_grid == grid
     assert_refused(
         "train_mean_flow.py",
         1,

@@ -123,7 +123,7 @@ def train_while_another_ends(words: str, run: Path, saved: Path) -> None:
 
 
 def test_a_command_that_is_repeated_while_the_first_one_ends_resumes_its_run(pictures: Path, tmp_path: Path) -> None:
-    """It has no plan of its own, which would be of another length as the machine is faster now."""
+    """The second command makes no new plan, whose length would differ since the machine is faster now."""
     run, saved = tmp_path / "run", tmp_path / "saved"
     words = f"--dataset_path {pictures} --cache_dir {tmp_path}/cache {TINY} --output_dir {run} --budget 1s"
     run_on_ranks(1, train, words)

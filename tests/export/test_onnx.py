@@ -73,7 +73,7 @@ def test_a_rectified_flow_with_labels_as_onnx(tmp_path: Path, capsys: pytest.Cap
     expected = flow.eval().exact_velocity(x, t, labels=labels)
     assert (run(x=x, t=t, labels=labels) - expected).abs().max() <= 1e-5 * expected.abs().max()
     assert said["inputs"] == {**X_AND_T, "labels": {"type": "int64", "shape": ["b"]}}
-    assert (said["kind"], said["steps"], said["solver"], said["time_grid"]) == ("rectified", 16, "ab2", "edm")
+    assert (said["kind"], said["steps"], said["solver"], said["time_grid"]) == ("rectified", 16, "ab2", "uniform")
     assert (said["channels"], said["range"], said["output"], said["source"]) == (3, [-1, 1], "velocity", None)
     assert "difference at most" in capsys.readouterr().out
 

@@ -203,6 +203,8 @@ def test_a_picture_becomes_what_it_becomes_in_python(
 ) -> None:
     flow = flow_of(kind, source)
     model: dict[str, Any] = model_json(NetworkCall(flow), Mask() if source else None)
+    assert model["time_grid"] == "uniform"
+    model["time_grid"] = grid = "uniform" if source else "edm"
     images = torch.randint(256, (1, *SHAPE), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
     mask = torch.zeros(1, 1, 8, 8, dtype=torch.bool)
     mask[..., 2:6, 3:] = painted
@@ -214,7 +216,7 @@ def test_a_picture_becomes_what_it_becomes_in_python(
     )
 
     options: dict[str, Any] = {"steps": 3} if is_map else {"steps": 3, "guidance": Guidance(2.5)}
-    rows = len(NUMBERS)
+    rows, options["grid"] = len(NUMBERS), grid
     if source:
         options["source"] = picture.masked_fill(mask, torch.nan).expand(rows, *SHAPE)
     else:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from rectified_flow.data.sources.synthetic_flowers import SPECIES, draw_flower
 from rectified_flow.errors import UsageError
 from rectified_flow.flows.rectified import RectifiedFlow
+from rectified_flow.flows.times import time_grid
 from rectified_flow.hub import load_pretrained, save_pretrained
 from rectified_flow.latents import autoencoders
 from rectified_flow.latents import space as latents_module
@@ -208,6 +209,15 @@ def test_the_exported_decoder_of_grey_pictures_has_one_channel() -> None:
     assert space.shape is not None
     made = space.medium.decoders()["decoder"](torch.zeros(2, *space.shape))
     assert made.shape[1:] == space.medium.picture_shape == (1, 16, 16)
+
+
+def test_latents_are_sampled_at_the_times_of_edm_by_default() -> None:
+    """Pixels are sampled at uniform times."""
+    network, seen = Unet(8, (1,), channels=8, image_size=4, attention_sides=()), list[float]()
+    flow = RectifiedFlow(network, space=Latents(Small(), 32, (8, 4, 4)))
+    flow.sample(1, steps=3, watch=lambda t, _x: seen.append(t), decode=False)
+    assert seen == time_grid(3, "edm")
+    assert RectifiedFlow(network).default_grid == "uniform"
 
 
 def test_a_flow_of_other_weights_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ const [RED, GREEN, BLUE] = [0.299, 0.587, 0.114]; // weights in the brightness o
 
 const [SIGMA_MIN, SIGMA_MAX, RHO] = [0.002, 80, 7];
 
-/** `steps + 1` times from `start` down to 0, as time_grid in rectified_flow/flows/times.py has them. */
+/** `steps + 1` times from `start` down to 0, equal to those of time_grid in rectified_flow/flows/times.py. */
 export function timeGrid(kind, steps, start = 1) {
   if (kind !== "edm") return Array.from({ length: steps + 1 }, (_, i) => start * (1 - i / steps));
   const highest = start < 1 ? Math.min(SIGMA_MAX, start / (1 - start)) : SIGMA_MAX;
