@@ -121,7 +121,7 @@ class Facts:
 
     @property
     def remedy(self) -> str:
-        """What to do if too few images fit into the time.
+        """The advice of an error about a time into which too few images fit.
 
         The data of a teacher have its size, and latents of a smaller size are not processed faster.
         """
