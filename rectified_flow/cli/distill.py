@@ -133,8 +133,7 @@ def open_distilled(
 
     Returns:
         A dataset whose items have data as the space stores them, and ``noise``, float16 of the shape of ``x``, or
-        ``path``, float16 ``[points, ...]``: all points but the last, the noise first, and ``path_times``, float32
-        ``[points]``, unless these are uniform.
+        ``path``, float16 ``[points, ...]``: all points but the last, the noise first.
     """
     state, teacher, stored = PartialState(), distilled.teacher, on_main(PartialState(), lambda: recipe_of(distilled))
     earlier = on_main(state, lambda: checkpoint.early_of(teacher)) if distilled.recipe.autoguidance != 1 else None
@@ -212,7 +211,7 @@ class _Generator:
 
     def rows(self, numbers: Sequence[int]) -> dict[str, Tensor]:
         """Generate the rows with these numbers; each depends on the seed and its number alone."""
-        space, path = self.teacher.space, list[tuple[float, Tensor]]()
+        space, path = self.teacher.space, list[Tensor]()
         samples = randomness.Samples(self.recipe.seed, numbers)
         with randomness.deterministic(samples, self.device), autocast(self.precision, self.device):
             shape = (len(numbers), *(space.shape or ()))
@@ -227,15 +226,12 @@ class _Generator:
                 solver=self.recipe.solver,
                 grid=self.recipe.grid,
                 guidance=self.guidance,
-                watch=lambda t, x: path.append((t, x.half().cpu())),
+                watch=lambda _t, x: path.append(x.half().cpu()),
                 decode=False,
                 **given,
             )
         rows = {self.space.key: self.space.to_stored(x)}
-        times, points = zip(*path[:-1], strict=True)
-        rows |= {"path": torch.stack(points, dim=1)} if self.kind == "paths" else {"noise": points[0]}
-        if self.kind == "paths" and self.recipe.grid != "uniform":
-            rows["path_times"] = torch.tensor(times).expand(len(numbers), -1)
+        rows |= {"path": torch.stack(path[:-1], dim=1)} if self.kind == "paths" else {"noise": path[0]}
         if self.teacher.takes_source and not self.teacher.from_source:
             rows[SOURCE] = space.source_space.encode(given[SOURCE].to(self.device)).half()
         for name, column in self.pictures.columns.items():

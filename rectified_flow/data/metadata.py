@@ -21,7 +21,7 @@ from rectified_flow.registry import describe, find, names
 RESERVED = {
     *("x", "t", "r", "images", "latents", "noise", "noise_rows", "path", "source", "unknown", "labels", "time", "kind"),
     *("self", "steps", "count", "solver", "grid", "guidance", "start", "noise_level", "mask", "watch", "decode"),
-    *("seed", "strength", "augmentation", "path_times"),
+    *("seed", "strength", "augmentation"),
 }
 """Names of other entries of a batch, inputs and conditions of a network, arguments of ``sample``, and an entry of a
 description."""

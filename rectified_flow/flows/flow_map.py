@@ -4,7 +4,6 @@ from inspect import signature
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -134,16 +133,15 @@ class FlowMap(Flow):
 class DistilledFlow(FlowMap):
     """A flow map that is learned from the paths of a teacher.
 
-    A batch has the data at the end of each path, and ``path`` ``[b, n, ...]``: its points at the times ``path_times``
-    ``[b, n]``, from noise on; without these, at times 1, (n - 1) / n, ..., 1 / n. Nothing is augmented, as the points
-    belong together.
+    A batch has the data at the end of each path, and ``path`` ``[b, n, ...]``: its points from noise on, at the times
+    of ``grid`` without the last. Nothing is augmented, as the points belong together.
 
     Args:
         network: called ``network(x, t, r=r, **conditions)``.
         whole_fraction: share of the rows whose interval is the whole path, for one-step generation.
         halves_fraction: share of the other rows whose interval is the first or the second half of the path, for
             two-step generation. The intervals of the rest end in any point, and start in any point before it.
-        grid: spacing of the times of the paths, at which samples are generated, too.
+        grid: spacing of the times of the paths (:func:`time_grid`), at which samples are generated, too.
         settings: further arguments of :class:`FlowMap`.
     """
 
@@ -175,10 +173,8 @@ class DistilledFlow(FlowMap):
         later, earlier = torch.where(whole, steps, later), torch.where(whole, 0, earlier)
         x_t, between = (path[rows, steps - index].float() for index in (later, earlier.clamp(min=1)))
         x_r = torch.where(expand(earlier == 0, x_0), x_0, between)
-        uniform = torch.arange(steps, 0, -1, device=path.device) / steps
-        times = F.pad(batch.get("path_times", uniform.expand(len(path), -1)), (0, 1))  # the data have time 0
-        t, r = (times[rows, steps - index] for index in (later, earlier))
-        loss, mean_square = self.loss(x_t, x_r, t, r, conditions)
+        times = torch.tensor(time_grid(steps, self.grid)[::-1], device=path.device)
+        loss, mean_square = self.loss(x_t, x_r, times[later], times[earlier], conditions)
         self.logged = {"unweighted_loss": mean_square}
         return loss
 

@@ -206,32 +206,31 @@ def path_of(data: Gaussian, noise: Tensor, times: Tensor) -> Tensor:
     return (noise - (one - times) * data.average_velocity(noise[None], one, times)).transpose(0, 1)
 
 
-def distilled_error(grid: TimeGrid, **told: Tensor) -> tuple[float, float]:
+def distilled_error(grid: TimeGrid, of_paths: TimeGrid) -> tuple[float, float]:
     """The mean squared error of the exact average velocity on exact paths, and the norm of its gradient."""
-    data, times = image_gaussian().float(), torch.tensor(time_grid(POINTS, grid))
+    data, times = image_gaussian().float(), torch.tensor(time_grid(POINTS, of_paths))
     torch.manual_seed(0)
     points = path_of(data, torch.randn(2000, 3, 4, 4), times)
-    flow = DistilledFlow(Optimal(data), weight_power=0)
-    loss = forward(flow, points, **told)
+    flow = DistilledFlow(Optimal(data), weight_power=0, grid=grid)
+    loss = forward(flow, points)
     loss.backward()
     gradient = flow.network.errors.grad
     assert isinstance(gradient, Tensor)
     return flow.logged["unweighted_loss"].item(), gradient.norm().item()
 
 
-def forward(flow: DistilledFlow, points: Tensor, **told: Tensor) -> Tensor:
+def forward(flow: DistilledFlow, points: Tensor) -> Tensor:
     """The loss on paths that are not rounded to pixels."""
     flow.space.encode = lambda data: data  # type: ignore[method-assign]
-    return flow(images=points[:, -1], path=points[:, :-1], **told)
+    return flow(images=points[:, -1], path=points[:, :-1])
 
 
 def test_the_exact_average_velocity_has_no_error_and_no_gradient() -> None:
-    """The times of the points are those of the batch, and uniform if it has none."""
-    told = {"path_times": torch.tensor(time_grid(POINTS, "edm"))[:-1].expand(2000, -1)}
-    for mean_square, gradient in (distilled_error("uniform"), distilled_error("edm", **told)):
+    """The times of the points are those of the flow's grid."""
+    for mean_square, gradient in (distilled_error("uniform", "uniform"), distilled_error("edm", "edm")):
         assert mean_square < 1e-9
         assert gradient < 0.02
-    assert distilled_error("edm")[0] > 1e-3
+    assert distilled_error("uniform", "edm")[0] > 1e-3
 
 
 class Recorder(nn.Module):
