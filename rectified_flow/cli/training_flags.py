@@ -40,6 +40,7 @@ UNET = "Unet"
 STARTER, NO_WEIGHTS = Path("starter"), Path("none")  # values of --init_from that are not folders
 STARTERS = Path(__file__).parents[1] / "networks" / "starters"
 """Folder of the weights that are installed with the package, with a subfolder for each value of ``starter``."""
+Multiple = Annotated[int, Interval(gt=0, le=64)]
 Method = Literal["rectified", "mean_flow", "distill", "reflow"]
 
 
@@ -181,13 +182,11 @@ class ColumnConfig(Flags):
 class NetworkConfig(Flags):
     """The network."""
 
-    network: Annotated[Part, flag(choice="network", fixes_size=True)] = (UNET,)
+    network: Annotated[Part, flag(choice="network")] = (UNET,)
     """Unet, or a registered network, and its arguments, such as blocks_per_level=1."""
-    dim: Annotated[int, Interval(gt=0, le=4096), flag(choice="network", fixes_size=True)] = 64
+    dim: Annotated[int, Interval(gt=0, le=4096), flag(choice="network")] = 64
     """Channels of the Unet at full resolution."""
-    dim_mults: Annotated[
-        tuple[Annotated[int, Interval(gt=0, le=64)], ...], Len(1), flag(choice="network", fixes_size=True)
-    ] = (1, 2, 3, 4)
+    dim_mults: Annotated[tuple[Multiple, ...], Len(1), flag(choice="network")] = (1, 2, 3, 4)
     """Channels of each level as multiples of dim; each level halves the side."""
     dropout: Fraction = 0.1
     """Dropout probability inside residual blocks of the Unet."""

@@ -18,7 +18,7 @@ from rectified_flow.cli.planning.framing import FramedFlags, framing_of
 from rectified_flow.cli.planning.sizes import MIN_SIDE, choose_size, sizes_for
 from rectified_flow.cli.record import distillation_of
 from rectified_flow.cli.settings import Settings, command_line
-from rectified_flow.cli.training_flags import UNET, DataConfig, TrainConfig
+from rectified_flow.cli.training_flags import NO_WEIGHTS, STARTER, UNET, DataConfig, TrainConfig
 from rectified_flow.condition import ConditionSpecs
 from rectified_flow.data.description import PictureData
 from rectified_flow.data.sources import ImageSource
@@ -76,12 +76,15 @@ def with_recipe(settings: Settings[TrainConfig], source: ImageSource, budget: fl
     if budget is not None:
         rules = rules_of(TrainConfig)
         given = {name for name in settings.given if rules[name].fixes_size}
-        given |= {"init_from"} if values.init.origin(values.data.starter) is not None else set()
+        given |= set() if values.init.init_from in (None, STARTER, NO_WEIGHTS) else {"init_from"}
+        # Another network may need pictures, or sides of its own.
+        given |= set() if network.target is Unet else {"network"}
         size = chosen_size(
             source,
             values.data,
             given,
             fixed,
+            None if facts.is_free(network, values.network, settings.given) else divisor_of(network),
             plan.seconds_left(budget, timing.seconds_since(settings.began)),
             facts.precisions(values.run, values.method, settings.fixed),
             lambda flags: speed_of(settings.with_layer("given", flags)),  # flags of a trial override all others
@@ -133,6 +136,7 @@ def chosen_size(
     data: DataConfig,
     given: Collection[str],
     fixed: Collection[str],
+    divisor: int | None,
     seconds: float,
     precisions: Sequence[str | None],
     speed_of: Callable[[Mapping[str, Any]], Speed],
@@ -144,12 +148,14 @@ def chosen_size(
         data: the flags of the pictures.
         given: names of the flags that the user gave and that fix the size.
         fixed: names of all flags that are not to be chosen.
+        divisor: number that must divide the sides of the data, for the network of the flags; None if a plan will choose
+            the network.
         seconds: the time that is left [s].
         precisions: the precisions to choose from.
         speed_of: measures the speed of a run with other flags.
     """
     state, is_free = PartialState(), not given
-    sizes = {} if data.space else sizes_for(given, data.framing.shape[1:], data.autoencoder)
+    sizes = {} if data.space else sizes_for(given, data.framing.shape[1:], data.autoencoder, divisor or 2)
     sides = reading.sides_of(source, data.crop) if is_free else [data.image_size]
     is_registered = not isinstance(source, FileFolder | HuggingFaceSource)  # such a dataset has the size of its flags
     is_stored = bool(data.autoencoder) and not is_augmentable(data, source)  # the latents are stored: nothing to choose
@@ -162,8 +168,9 @@ def chosen_size(
         flags: dict[str, Any] = {"batch_size": None, "gradient_accumulation_steps": None, "use_cfg": False}
         flags |= {"guidance_scale": 1.0, "image_size": side, "autoencoder": autoencoder, "global_batch_size": batch}
         flags |= {"augment": augment} if augment and autoencoder else {}
-        space = build_space(replace(data, image_size=side, autoencoder=autoencoder))
-        flags |= plan.network_flags(Unet, plan.STARTER_DIMS[bool(autoencoder)], (space.shape or ())[1:])
+        if divisor is None:
+            space = build_space(replace(data, image_size=side, autoencoder=autoencoder))
+            flags |= plan.network_flags(Unet, plan.STARTER_DIMS[bool(autoencoder)], (space.shape or ())[1:])
         speeds = [speed_of({**flags, "mixed_precision": precision}) for precision in precisions]
         return max(speeds, key=lambda speed: speed.rate)
 

@@ -29,7 +29,7 @@ SPOILED = 14.0  # error above which an autoencoder spoils pictures (docs/latents
 MOST_FASTER = 1.5  # assumed bound: how many times as fast per pixel a size is as a smaller one
 MIN_SHARE_OF_SIDE = 0.75  # smallest ratio of the side of the pictures to the chosen size; a guess
 MIN_SIDE = 8  # least side of pictures [px]
-LATENT_MULTIPLE = 16  # number that divides the sides of pictures whose latents suit a network of two levels [px]
+REDUCTION = 8  # ratio of the sides of pictures to those of their latents, of the autoencoders in SIZES
 MeasureSize = Callable[[int, tuple[str, ...], float], Speed]
 """Function that returns the training speed for a side of the pictures [px], the words of ``--autoencoder`` (empty for
 pixels) and a probability of augmentation."""
@@ -38,22 +38,26 @@ MeasureError = Callable[[int, tuple[str, ...]], float]
 root mean square difference [levels of 256]."""
 
 
-def sizes_for(given: Collection[str], sides: Sequence[int], autoencoder: tuple[str, ...]) -> Mapping[Size, int]:
+def sizes_for(
+    given: Collection[str], sides: Sequence[int], autoencoder: tuple[str, ...], divisor: int = 2
+) -> Mapping[Size, int]:
     """Return the sizes to choose from. For a given size, only the autoencoder and augmentation may be chosen.
 
     Args:
         given: names of the flags that the user gave, of those that fix the size.
         sides: height and width of the pictures by the flags [px].
         autoencoder: the autoencoder of the flags.
+        divisor: number that must divide the sides of the data, for the network; by default, for two levels.
     """
     if not given:
-        return SIZES
+        fitting = {(side, kind): side % (REDUCTION * divisor if kind else divisor) == 0 for side, kind in SIZES}
+        return {each: images for each, images in SIZES.items() if fitting[each]}
     size = min(sides)
     if autoencoder:
         return {(size, autoencoder): 0}
     kinds = [kind for side, kind in SIZES if kind and size >= MIN_SHARE_OF_SIDE * side]
     is_free = "image_size" in given and {*given} <= {"image_size", "aspect_ratio", "crop"}
-    fits = not any(side % LATENT_MULTIPLE for side in sides)
+    fits = not any(side % (REDUCTION * divisor) for side in sides)
     return {(size, kinds[-1]): 0} if kinds and is_free and fits else {}
 
 

@@ -83,8 +83,12 @@ def test_small_pictures_are_not_enlarged(largest: tuple[int, int], words: str, s
         (300, 1e3, "--augment 0.3", (256, "small")),
         *((300, 1e3, "--image_size 128", (128, "small")), (300, 1e3, "--image_size 128 --autoencoder", (128, ""))),
         *((300, 1e3, "--image_size 96 --aspect_ratio 3:2", (96, "small")), (300, 1e3, "--image_size 136", (136, ""))),
-        *((300, 1e3, "--image_size 128 --dim 32", (128, "")), (300, 1e3, "--image_size 64", (64, ""))),
-        *((128, 1e3, "--init_from none", (128, "small")), (128, 1e3, "--init_from runs/other", (64, ""))),
+        *((300, 1e3, "--image_size 128 --dim 32", (128, "small")), (300, 1e3, "--image_size 64", (64, ""))),
+        *((300, 1e3, "--dim 32 --dim_mults 1 2", (256, "small")), (300, 1e3, "--dim_mults 1 1 1 1 1 1 1", (64, ""))),
+        (300, 1e3, "--network Unet blocks_per_level=1", (256, "small")),
+        (300, 1e3, "--image_size 240 --dim_mults 1 1 1", (240, "")),
+        *((128, 1e3, f"--init_from {kind}", (128, "small")) for kind in ("none", "starter")),
+        (128, 1e3, "--init_from runs/other", (64, "")),
         (100, 1e3, "--use_cfg --method mean_flow --guidance_scale 2 --batch_size 3", (128, "small")),
     ],
 )
@@ -108,7 +112,7 @@ def test_the_size_of_the_pictures(side: int, rate: float, words: str, chosen: tu
             (20, 1.2, "", 0),
         ),
         *((60, 40, "--autoencoder small --image_size 128", 0.15), (60, 40, "--augment 0", 0)),
-        *((60, 40, "--autoencoder small --train_num_steps 9", 0), (60, 40, "--init_from starter", 0)),
+        *((60, 40, "--autoencoder small --train_num_steps 9", 0), (60, 40, "--init_from runs/other", 0)),
     ],
 )
 def test_few_large_pictures_are_augmented_before_they_are_encoded(
