@@ -23,6 +23,7 @@ from rectified_flow.data.sources.listing import list_folder
 from rectified_flow.errors import LONGEST, UsageError, first_line
 from rectified_flow.evaluation.evaluator import AT_ONCE, render_sources
 from rectified_flow.flows.flow import SOURCE, Flow, sampling_defaults
+from rectified_flow.flows.solvers import NO_GUIDANCE, Guidance
 from rectified_flow.load import Trained, reading_of
 from rectified_flow.randomness import Samples, deterministic
 from rectified_flow.spaces.degradations import Degradation
@@ -76,6 +77,8 @@ def read_request(flags: PicturesConfig, trained: Trained, options: dict[str, Any
     elif not texts and not has_pictures:
         texts = example_texts(flow.conditions)
     options["conditions"] = read_written(flow.conditions, texts)
+    if texts or has_pictures:  # without either, a flow draws its conditions
+        _check_guided(options.get("guidance", NO_GUIDANCE), texts)
     if flags.from_images is not None:
         return replace(_from_pictures(flags.from_images, flags, trained, options), texts=texts)
     names = [""] * (len(options["draws"]) if axes else flags.num_samples or max(NUM_SAMPLES, most))
@@ -84,6 +87,15 @@ def read_request(flags: PicturesConfig, trained: Trained, options: dict[str, Any
         slugs = ["-" + re.sub(r"\W+", "-", text).strip("-")[:60] for text in prompts]
         names = [slugs[number % len(slugs)] for number in range(flags.num_samples or len(slugs))]
     return SampleRequest(Names(names), options, texts, len(axes[1][1]) if axes else None)
+
+
+def _check_guided(guidance: Guidance, texts: Written) -> None:
+    """Raise a UsageError if a scale of ``--guidance`` acts on a condition that has no value."""
+    for name, scale in guidance.scales.items():
+        if scale != 1 and name not in {*texts, SOURCE}:
+            raise UsageError(
+                f"--guidance {name}={scale:g} has no effect, as {name} has no value: pass --set {name}=VALUE"
+            )
 
 
 def _from_pictures(path: Path, flags: PicturesConfig, trained: Trained, options: dict[str, Any]) -> SampleRequest:

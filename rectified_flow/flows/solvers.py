@@ -212,7 +212,8 @@ def guided(predict: Callable[..., Tensor], kinds: ConditionSpecs, conditions: Va
 
     For each scale ``w`` other than 1, the velocity is extrapolated by ``(w - 1)`` times its difference to the velocity
     without the conditions that the scale acts on (Ho & Salimans 2022, arXiv:2207.12598). Each such scale adds as many
-    rows to the call as there are samples. Autoguidance calls the earlier version of the flow with the same rows.
+    rows to the call as there are samples, unless these conditions are "none" for all samples. Autoguidance calls the
+    earlier version of the flow with the same rows.
 
     Args:
         predict: called ``predict(x, t, **conditions)`` with ``x`` ``[b, ...]`` and times ``[b]``; returns the velocity
@@ -229,6 +230,9 @@ def guided(predict: Callable[..., Tensor], kinds: ConditionSpecs, conditions: Va
     groups = [(scale, names) for scale, names in groups if scale != 1]
     if any(not names or not names <= free for _, names in groups):
         raise ValueError("guidance needs a network that takes conditions: pass their values")
+    none = none_of(kinds, conditions)
+    absent = {name for name in free if _is_equal(conditions[name], none[name])}
+    groups = [(scale, names) for scale, names in groups if not names <= absent]
     earliest, latest = guidance.interval
 
     def better(x: Tensor, t: Tensor, **conditions: Tensor) -> Tensor:
@@ -242,7 +246,7 @@ def guided(predict: Callable[..., Tensor], kinds: ConditionSpecs, conditions: Va
         acts = earliest <= t <= latest
         if not groups or not acts:
             return (better if acts else predict)(x, x.new_full((len(x),), t), **conditions)
-        none, count = none_of(kinds, conditions), 1 + len(groups)
+        count = 1 + len(groups)
         every = {
             name: torch.cat((values, *((none[name].to(values) if name in names else values) for _, names in groups)))
             for name, values in conditions.items()
@@ -255,3 +259,9 @@ def guided(predict: Callable[..., Tensor], kinds: ConditionSpecs, conditions: Va
         return conditional + torch.stack(changes).sum(dim=0)
 
     return velocity
+
+
+def _is_equal(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors are equal; missing values, which are NaN, equal each other."""
+    other = other.to(one)
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())

@@ -167,6 +167,10 @@ REFUSALS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("--set size=large", "large is not a number"),
         ("--guidance colour=3", "--guidance colour: "),
         ("--guidance size=x", "must be NAME=SCALE"),
+        (
+            "--set size=3 --guidance parity=2",
+            "--guidance parity=2 has no effect, as parity has no value: pass --set par",
+        ),
         ("--grid colour seed", "--grid colour: "),
         ("--grid size seed=0", "--grid seed=0 must be seed=COUNT"),
         ("--prompts nowhere.txt", "nowhere.txt is missing"),

@@ -211,7 +211,7 @@ def with_plan(
     fixed = fixed_flags(settings.fixed, network)
     if facts.is_free(network, values.network, settings.given):
         fixed = fixed - {"network", "dim", "dim_mults"}  # a name without arguments fixes no size
-    of_origin, why_network = facts.network_of_origin(values.init, values.data, distilled, fixed)
+    of_origin, why_network = facts.network_of_origin(values.network, values.init, values.data, distilled, fixed)
     settings = settings.with_layer("chosen", of_origin)
     is_default = not name_of(values.flow.flow) and name_of(values.network.network) == UNET
     is_plain = values.method == "rectified" and is_default and distilled is None

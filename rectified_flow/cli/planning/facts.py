@@ -15,8 +15,10 @@ from accelerate.utils import gather_object
 from rectified_flow.cli.distill import DistillationData, Recipe
 from rectified_flow.cli.planning import plan
 from rectified_flow.cli.record import recorded_flags
+from rectified_flow.cli.settings import command_line
 from rectified_flow.cli.training_flags import (
     STARTER,
+    UNET,
     DataConfig,
     InitConfig,
     Method,
@@ -136,14 +138,20 @@ def is_free(network: Choice, flags: NetworkConfig, given: Collection[str]) -> bo
 
 
 def network_of_origin(
-    init: InitConfig, data: DataConfig, distilled: DistillationData | None, fixed: frozenset[str]
+    network: NetworkConfig,
+    init: InitConfig,
+    data: DataConfig,
+    distilled: DistillationData | None,
+    fixed: frozenset[str],
 ) -> tuple[dict[str, Any], str]:
-    """Return the network of the run of ``--init_from``, and the origin of the network if it is known. Collective."""
+    """Return the network of the run of ``--init_from``, and in words the network that is known already. Collective."""
     origin = init.origin(data.starter)
     if distilled is not None:
         return {}, "the network of the teacher"
     if "network" in fixed:
-        return {}, "set by flags"
+        flags = ("network", *plan.UNET_FLAGS) if name_of(network.network) == UNET else ("network",)
+        words = command_line({name: getattr(network, name) for name in flags})
+        return {}, f"{' '.join(words)}; set by flags, or by their defaults"
     if origin is None or init.init_from == STARTER:
         return {}, ""
     source = on_main(PartialState(), lambda: checkpoint.resolve(origin, [checkpoint.CONFIG_FILE]))
