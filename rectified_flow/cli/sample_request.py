@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -77,8 +77,8 @@ def read_request(flags: PicturesConfig, trained: Trained, options: dict[str, Any
     elif not texts and not has_pictures:
         texts = example_texts(flow.conditions)
     options["conditions"] = read_written(flow.conditions, texts)
-    if texts or has_pictures:  # without either, a flow draws its conditions
-        _check_guided(options.get("guidance", NO_GUIDANCE), texts)
+    if texts:  # without texts, the flow draws random values
+        _check_guided(options.get("guidance", NO_GUIDANCE), written(flow.conditions).keys() - texts.keys())
     if flags.from_images is not None:
         return replace(_from_pictures(flags.from_images, flags, trained, options), texts=texts)
     names = [""] * (len(options["draws"]) if axes else flags.num_samples or max(NUM_SAMPLES, most))
@@ -89,13 +89,12 @@ def read_request(flags: PicturesConfig, trained: Trained, options: dict[str, Any
     return SampleRequest(Names(names), options, texts, len(axes[1][1]) if axes else None)
 
 
-def _check_guided(guidance: Guidance, texts: Written) -> None:
-    """Raise a UsageError if a scale of ``--guidance`` acts on a condition that has no value."""
+def _check_guided(guidance: Guidance, absent: Collection[str]) -> None:
+    """Raise a UsageError if ``--guidance`` scales one of the conditions whose value is "none"."""
     for name, scale in guidance.scales.items():
-        if scale != 1 and name not in {*texts, SOURCE}:
-            raise UsageError(
-                f"--guidance {name}={scale:g} has no effect, as {name} has no value: pass --set {name}=VALUE"
-            )
+        if scale != 1 and name in absent:
+            text = f"--guidance {name}={scale:g} has no effect, as {name} has no value"
+            raise UsageError(f"{text}: pass --set {name}=VALUE, too, or leave out --guidance {name}")
 
 
 def _from_pictures(path: Path, flags: PicturesConfig, trained: Trained, options: dict[str, Any]) -> SampleRequest:

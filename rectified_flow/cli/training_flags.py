@@ -41,6 +41,7 @@ STARTER, NO_WEIGHTS = Path("starter"), Path("none")  # values of --init_from tha
 STARTERS = Path(__file__).parents[1] / "networks" / "starters"
 """Folder of the weights that are installed with the package, with a subfolder for each value of ``starter``."""
 Multiple = Annotated[int, Interval(gt=0, le=64)]
+"""Channels of a level, as a multiple of those at full resolution."""
 Method = Literal["rectified", "mean_flow", "distill", "reflow"]
 
 

@@ -230,8 +230,8 @@ def guided(predict: Callable[..., Tensor], kinds: ConditionSpecs, conditions: Va
     groups = [(scale, names) for scale, names in groups if scale != 1]
     if any(not names or not names <= free for _, names in groups):
         raise ValueError("guidance needs a network that takes conditions: pass their values")
-    none = none_of(kinds, conditions)
-    absent = {name for name in free if _is_equal(conditions[name], none[name])}
+    none = none_of(kinds, {name: conditions[name] for _, names in groups for name in names})
+    absent = {name for name in none if kinds[name].is_none(conditions[name]).all()}
     groups = [(scale, names) for scale, names in groups if not names <= absent]
     earliest, latest = guidance.interval
 
@@ -259,9 +259,3 @@ def guided(predict: Callable[..., Tensor], kinds: ConditionSpecs, conditions: Va
         return conditional + torch.stack(changes).sum(dim=0)
 
     return velocity
-
-
-def _is_equal(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors are equal; missing values, which are NaN, equal each other."""
-    other = other.to(one)
-    return bool(((one == other) | (one.isnan() & other.isnan())).all())

@@ -274,7 +274,7 @@ def test_each_condition_has_a_scale_of_its_own() -> None:
     assert calls == [2, 3, 2, 3]
     conditions["place"] = torch.tensor([torch.nan])
     assert at(Guidance(2.0, scales={"place": 5.0})) == 9 + 2 * (2 - 9)
-    assert calls[4:] == [2], "a scale of a condition that is none adds no rows"
+    assert calls[4:] == [2], 'a scale adds no rows if its condition is "none"'
     for guidance, given in ((Guidance(scales={"colour": 2.0}), conditions), (Guidance(2), {})):
         with pytest.raises(ValueError, match="needs a network that takes conditions"):
             guided(field, kinds, given, guidance)

@@ -77,8 +77,8 @@ def with_recipe(settings: Settings[TrainConfig], source: ImageSource, budget: fl
         rules = rules_of(TrainConfig)
         given = {name for name in settings.given if rules[name].fixes_size}
         given |= set() if values.init.init_from in (None, STARTER, NO_WEIGHTS) else {"init_from"}
-        # Another network may need pictures, or sides of its own.
-        given |= set() if network.target is Unet else {"network"}
+        # Another network, or arguments such as attention_sides, may suit one size only.
+        given |= set() if values.network.network == (UNET,) else {"network"}
         size = chosen_size(
             source,
             values.data,
@@ -148,8 +148,8 @@ def chosen_size(
         data: the flags of the pictures.
         given: names of the flags that the user gave and that fix the size.
         fixed: names of all flags that are not to be chosen.
-        divisor: number that must divide the sides of the data, for the network of the flags; None if a plan will choose
-            the network.
+        divisor: the network that the flags set needs sides of the data that are divisible by this number; None if a
+            plan will choose the network.
         seconds: the time that is left [s].
         precisions: the precisions to choose from.
         speed_of: measures the speed of a run with other flags.

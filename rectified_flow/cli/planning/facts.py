@@ -30,7 +30,7 @@ from rectified_flow.errors import UsageError
 from rectified_flow.flows.flow import Flow
 from rectified_flow.load import autocast
 from rectified_flow.networks.network import Network, to_device
-from rectified_flow.parts import Choice, name_of
+from rectified_flow.parts import Choice, name_of, split_part
 from rectified_flow.registry import names
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.training_config import TrainingConfig
@@ -144,14 +144,19 @@ def network_of_origin(
     distilled: DistillationData | None,
     fixed: frozenset[str],
 ) -> tuple[dict[str, Any], str]:
-    """Return the network of the run of ``--init_from``, and in words the network that is known already. Collective."""
+    """Return the network of the run of ``--init_from``, and words for a network that is not to be chosen. Collective.
+
+    The words are empty if the plan chooses the network.
+    """
     origin = init.origin(data.starter)
     if distilled is not None:
         return {}, "the network of the teacher"
     if "network" in fixed:
-        flags = ("network", *plan.UNET_FLAGS) if name_of(network.network) == UNET else ("network",)
-        words = command_line({name: getattr(network, name) for name in flags})
-        return {}, f"{' '.join(words)}; set by flags, or by their defaults"
+        name, options = split_part(network.network)
+        set_there = {option.partition("=")[0] for option in options}
+        others = [each for each in plan.UNET_FLAGS if name == UNET and each not in set_there]
+        words = command_line({each: getattr(network, each) for each in ("network", *others)})
+        return {}, f"{' '.join(words)}; set by flags, the others by default"
     if origin is None or init.init_from == STARTER:
         return {}, ""
     source = on_main(PartialState(), lambda: checkpoint.resolve(origin, [checkpoint.CONFIG_FILE]))

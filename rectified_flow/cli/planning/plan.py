@@ -125,7 +125,7 @@ class Facts:
         The data of a teacher have its size, and latents of a smaller size are not processed faster.
         """
         has_size = self.calls or (self.latents and "image_size" not in self.fixed)
-        ways = ["a smaller --dim"] if "dim" in self.fixed and self.network is Unet else []
+        ways = ["a smaller --dim"] if "dim" in self.fixed and self.network is Unet and not self.calls else []
         ways += [] if has_size else ["a smaller --image_size"]
         return f"pass {', '.join(ways)}{', or ' if ways else ''}a longer --budget"
 

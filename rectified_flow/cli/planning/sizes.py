@@ -29,7 +29,7 @@ SPOILED = 14.0  # error above which an autoencoder spoils pictures (docs/latents
 MOST_FASTER = 1.5  # assumed bound: how many times as fast per pixel a size is as a smaller one
 MIN_SHARE_OF_SIDE = 0.75  # smallest ratio of the side of the pictures to the chosen size; a guess
 MIN_SIDE = 8  # least side of pictures [px]
-REDUCTION = 8  # ratio of the sides of pictures to those of their latents, of the autoencoders in SIZES
+REDUCTION = 8  # the autoencoders in SIZES divide the sides of pictures by this number
 MeasureSize = Callable[[int, tuple[str, ...], float], Speed]
 """Function that returns the training speed for a side of the pictures [px], the words of ``--autoencoder`` (empty for
 pixels) and a probability of augmentation."""
@@ -47,7 +47,7 @@ def sizes_for(
         given: names of the flags that the user gave, of those that fix the size.
         sides: height and width of the pictures by the flags [px].
         autoencoder: the autoencoder of the flags.
-        divisor: number that must divide the sides of the data, for the network; by default, for two levels.
+        divisor: the network needs sides of the data that are divisible by this number; 2 suits a Unet of two levels.
     """
     if not given:
         fitting = {(side, kind): side % (REDUCTION * divisor if kind else divisor) == 0 for side, kind in SIZES}

@@ -85,7 +85,7 @@ def test_small_pictures_are_not_enlarged(largest: tuple[int, int], words: str, s
         *((300, 1e3, "--image_size 96 --aspect_ratio 3:2", (96, "small")), (300, 1e3, "--image_size 136", (136, ""))),
         *((300, 1e3, "--image_size 128 --dim 32", (128, "small")), (300, 1e3, "--image_size 64", (64, ""))),
         *((300, 1e3, "--dim 32 --dim_mults 1 2", (256, "small")), (300, 1e3, "--dim_mults 1 1 1 1 1 1 1", (64, ""))),
-        (300, 1e3, "--network Unet blocks_per_level=1", (256, "small")),
+        *((300, 1e3, "--network Unet", (256, "small")), (300, 1e3, "--network Unet attention_sides=[32]", (64, ""))),
         (300, 1e3, "--image_size 240 --dim_mults 1 1 1", (240, "")),
         *((128, 1e3, f"--init_from {kind}", (128, "small")) for kind in ("none", "starter")),
         (128, 1e3, "--init_from runs/other", (64, "")),
