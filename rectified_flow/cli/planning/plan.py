@@ -39,6 +39,7 @@ BY_METHOD: dict[Method, dict[str, Any]] = {
 MIN_BATCH, MIN_BATCH_OF_PATHS, MIN_BATCH_OF_LATENTS, MIN_BATCH_OF_GPU = 8, 16, 32, 32  # budget.md; GPU: a guess
 MAX_BATCH, MIN_STEPS = 256, 7000  # a larger batch needs at least so many steps (budget.md, "Batch size")
 BF16_GAIN = 1.1  # speed of bf16 on a CPU above which bf16 is chosen; measured gains are 1.3 or none (budget.md)
+TOO_SLOW = "pass a smaller --image_size, or a longer --budget"
 TOO_FEW_PICTURES = "add pictures, or pass --train_num_steps in place of --budget, to train for longer"
 FEWEST_STEPS = {1: 10, 2: 30}
 """Smallest useful number of steps, by the number of runs: with ``--one_step``, the second run also draws samples of its
@@ -125,9 +126,9 @@ class Facts:
         The data of a teacher have its size, and latents of a smaller size are not processed faster.
         """
         has_size = self.calls or (self.latents and "image_size" not in self.fixed)
-        ways = ["a smaller --dim"] if "dim" in self.fixed and self.network is Unet and not self.calls else []
-        ways += [] if has_size else ["a smaller --image_size"]
-        return f"pass {', '.join(ways)}{', or ' if ways else ''}a longer --budget"
+        advice = "pass a longer --budget" if has_size else TOO_SLOW
+        is_wide = "dim" in self.fixed and self.network is Unet and not self.calls
+        return f"lower --dim, or {advice}" if is_wide else advice
 
 
 class Trial(NamedTuple):

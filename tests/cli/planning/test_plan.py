@@ -258,7 +258,7 @@ def test_too_few_images_are_announced() -> None:
     assert "96 images are too few" in made.reasons["warning"]
     assert made.reasons["warning"].endswith("pass a smaller --image_size, or a longer --budget")
     wide = plan(replace(large, fixed=frozenset({"network", "dim"}), why_network="wide"), Machine(0.25))
-    assert wide.reasons["warning"].endswith("pass a smaller --dim, a smaller --image_size, or a longer --budget")
+    assert wide.reasons["warning"].endswith("lower --dim, or pass a smaller --image_size, or a longer --budget")
     assert "warning" in plan(replace(EMOJI, budget=30.0), Machine(3)).reasons
     assert "warning" not in plan(EMOJI, Machine(33)).reasons
     sentence = r"--budget 1m40s is too short: a step of 8 images takes 32\.0 s on this machine; pass a smaller"
