@@ -251,6 +251,8 @@ NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNOREC
 DECIMAL = re.compile(r"[-+\u2212]?\d+[.,]?\d*", re.ASCII)
 GROUPED = re.compile(r"[-+\u2212]?[1-9]\d{0,2}((,\d{3})+(\.\d+)?|(\.\d{3})+,\d+|([' \xa0\u202f]\d{3})+([.,]\d+)?)")
 """Numbers with groups of digits; the comma of 1,234 may also be a decimal comma."""
+POINTED = re.compile(r"[-+\u2212]?[1-9]\d{0,2}(\.\d{3})+(,\d+)?")
+"""A number with points between groups of digits, or three digits behind a decimal point."""
 MEASURED = re.compile(
     r"(?P<before>[$\u20ac\u00a3\u00a5])?\s*(?P<number>[-+\u2212]?\d+(?:[.,]\d+)?)\s*(?P<unit>[^\W\d_]+|[%\u00b0][CF]?)?"
 )
@@ -357,6 +359,15 @@ def as_number(text: str) -> float | None:
 def with_point(text: str) -> str:
     """Return a number with a point in place of a decimal comma, and the minus of a keyboard."""
     return text.replace(",", ".").replace("\u2212", "-") if DECIMAL.fullmatch(text) else text
+
+
+def with_points(texts: Sequence[str]) -> list[str]:
+    """Return the texts of a column whose numbers may have a decimal comma, with a point in its place.
+
+    If a number has one, points in the others, as in 1.200, separate groups of digits.
+    """
+    has_commas = any("," in text and (DECIMAL.fullmatch(text) or POINTED.fullmatch(text)) for text in texts)
+    return [with_point(text.replace(".", "") if has_commas and POINTED.fullmatch(text) else text) for text in texts]
 
 
 def without_unit(texts: Sequence[str]) -> tuple[list[str], str]:

@@ -11,7 +11,7 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rectified_flow.condition import with_point
+from rectified_flow.condition import with_points
 from rectified_flow.data.picture_names import PictureNames
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.system.files import open_regular, read_text
@@ -27,8 +27,8 @@ smallest share of rows that name a picture."""
 MOST_BYTES, SHORT, STRINGS = 2**28, 2**20, 500
 """Size above which a JSON file is not read, size below which it is read whatever it begins with [bytes], and number of
 texts in its beginning among which the name of a picture is looked for."""
-REMARKS = re.compile(r"\A(?:#.*\n)+")
-"""Lines in front of a table, such as those of ``words.txt`` in the IAM dataset."""
+REMARKS = re.compile(r"\A(?:sep=.\r?\n)?(?:#.*\n)*", re.IGNORECASE)
+"""Lines in front of a table: its separator, for Excel, and remarks, as in ``words.txt`` of the IAM dataset."""
 STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 
 
@@ -51,7 +51,10 @@ def read_rows(path: Path, names: PictureNames) -> list[Row] | None:
 def _of_text(path: Path, names: PictureNames) -> list[Row] | None:
     """Return the rows of a text with separators."""
     layout = layout_of(REMARKS.sub("", _head_of(path)), names, path.parent)
-    return None if layout is None else rows_of(path, _separated_rows(REMARKS.sub("", read_text(path)), layout))
+    if layout is None:
+        return None
+    rows = rows_of(path, _separated_rows(REMARKS.sub("", read_text(path)), layout))
+    return rows if layout.separator == "," else with_decimal_points(rows)
 
 
 def _of_lines(path: Path, names: PictureNames) -> list[Row] | None:
@@ -238,8 +241,14 @@ def _separated_rows(text: str, layout: Layout) -> Iterator[Row]:
     last = len(titles) - 1
     for row in islice(filter(None, reader), layout.skipped, None):
         cells = [*row[:last], layout.separator.join(row[last:])]  # a caption without quotes may have the separator
-        named = {name: cell.strip() for name, cell in zip(titles, cells, strict=False)}
-        yield named if layout.separator == "," else {name: with_point(cell) for name, cell in named.items()}
+        yield {name: cell.strip() for name, cell in zip(titles, cells, strict=False)}
+
+
+def with_decimal_points(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows of a table whose numbers may have a decimal comma, as its cells have another separator."""
+    titles = [*dict.fromkeys(title for row in rows for title in row)]
+    columns = {title: with_points([row.get(title, "") for row in rows]) for title in titles}
+    return [{title: columns[title][number] for title in row} for number, row in enumerate(rows)]
 
 
 def json_rows(text: str) -> Iterator[Row]:

@@ -13,11 +13,11 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
-from rectified_flow.condition import with_point
 from rectified_flow.data.picture_names import PictureNames, normal
 from rectified_flow.data.table_files import (
     FILE_NAME,
     READERS,
+    REMARKS,
     SEPARATORS,
     TEXT,
     Row,
@@ -26,6 +26,7 @@ from rectified_flow.data.table_files import (
     json_rows,
     read_rows,
     rows_of,
+    with_decimal_points,
 )
 from rectified_flow.errors import UsageError
 from rectified_flow.system.files import printable, read_text
@@ -192,20 +193,30 @@ def _lines(text: str) -> list[str]:
 def _read(path: Path) -> list[Row]:
     """Return the rows of a metadata file."""
     text = read_text(path)
-    return rows_of(path, _csv_rows(text) if path.suffix == ".csv" else json_rows(text))
+    if path.suffix != ".csv":
+        return rows_of(path, json_rows(text))
+    text = REMARKS.sub("", text)
+    rows = rows_of(path, _csv_rows(text))
+    return rows if _separator_of(text) == "," else with_decimal_points(rows)
+
+
+def _separator_of(text: str) -> str:
+    """Return the separator that surrounds ``file_name`` in the header; an empty text if there is none."""
+    header = text.partition("\n")[0]
+    surrounding = (each for each in SEPARATORS if FILE_NAME in (name.strip(' "') for name in header.split(each)))
+    return next(surrounding, "")
 
 
 def _csv_rows(text: str) -> Iterator[Row]:
-    """Yield the rows; the separator is the one that surrounds ``file_name`` in the header."""
-    header = text.partition("\n")[0]
-    found = [each for each in SEPARATORS if FILE_NAME in (name.strip(' "') for name in header.split(each))]
-    if not found:
+    """Yield the rows of a metadata file."""
+    separator = _separator_of(text)
+    if not separator:
         raise ValueError(f"the first line has no column {FILE_NAME} between commas, semicolons or tabs")
-    how: Row = {"delimiter": found[0], "restval": "", "skipinitialspace": True, "strict": True}
+    how: Row = {"delimiter": separator, "restval": "", "skipinitialspace": True, "strict": True}
     reader = csv.DictReader(io.StringIO(text), **how)
     reader.fieldnames = distinct(name.strip() for name in reader.fieldnames or ())
     for row in reader:
         if any(row.pop(None, ())):  # csv.DictReader stores surplus values under None
             raise ValueError("it has more values than the header; put texts with commas in quotes")
-        named = {name: value for name, value in row.items() if name}
-        yield named if found[0] == "," else {name: with_point(value.strip()) for name, value in named.items()}
+        # Spaces around values are kept in captions, and would hide numbers in a table with other separators.
+        yield {name: value if separator == "," else value.strip() for name, value in row.items() if name}
