@@ -107,7 +107,7 @@ def flags_of_files(data: DataConfig, *, may_choose: bool = True) -> dict[str, An
         _, found = find_data(sized, SourceConfig(), ColumnConfig())
         if not isinstance(found, ImageSource):
             raise UsageError("--image_size 0 is for pictures: pass the size of the items")
-        width, height = _first_size(found, found.numbers_without(data.exclude), skips_broken=data.skip_broken_images)
+        width, height = _first_size(found, found.numbers(), skips_broken=data.skip_broken_images)
         common = gcd(width, height)
         flags |= {"image_size": min(width, height), "aspect_ratio": f"{width // common}:{height // common}"}
     return flags

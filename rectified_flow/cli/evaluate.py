@@ -13,7 +13,6 @@ from rectified_flow.cli.data import check_conditions
 from rectified_flow.cli.model_flags import EvaluateConfig
 from rectified_flow.data.description import PictureData, with_sources
 from rectified_flow.data.open import Pictures
-from rectified_flow.data.sources import ImageSource
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.distributed import check_equal, on_main
 from rectified_flow.errors import UsageError
@@ -142,9 +141,10 @@ def real_data(
     data = data.moved(dataset_path=dataset_path, source_path=source_path, cache_dir=cache_dir)
     if not isinstance(data, PictureData):
         return RenderedItems(with_sources(data.open(), data, space), space, data.name), None, None
-    data, found = data if opens_sources else replace(data, sources=None), data.find()
+    data = data if opens_sources else replace(data, sources=None)
     if dataset_path is not None and data.pictures.exclude:
-        data = _with_fitting_list(data, found)
+        data = _with_fitting_list(data)
+    found = data.find()
     pictures = with_sources(data.open(found, trained.flow.conditions), data, space)
     training, held_out = divided(pictures, data.holdout, data.seed)
     if held_out is None or trained.is_taught:  # a teacher's run learns no velocity on pictures
@@ -152,15 +152,17 @@ def real_data(
     return training, held_out, HeldOutPictures(training, held_out, trained.flags["seed"])
 
 
-def _with_fitting_list(data: PictureData, found: ImageSource) -> PictureData:
+def _with_fitting_list(data: PictureData) -> PictureData:
     """Return the data of another folder, with the `exclude` list of the run only if the folder has all of its files."""
-    listed = data.pictures.exclude
-    missing = sorted({*listed} - {found.name_of(index) for index in range(len(found))})
-    if missing:
-        text = f"no picture is left out, as {missing[0]} of the run's --exclude list is not in {found.name}"
-        data = replace(data, pictures=replace(data.pictures, exclude=()))
-    else:
-        text = f"left out the {len(listed):,} pictures of the run's --exclude list, which are all in {found.name}"
+    listed, whole = data.pictures.exclude, replace(data, pictures=replace(data.pictures, exclude=()))
+    name = whole.find().name  # an error that remains concerns the list
+    try:
+        data.find()
+    except UsageError:
+        text = f"no picture is left out, as a name of the run's --exclude list is not in {name}"
+        PartialState().print(line("pictures", text))
+        return whole
+    text = f"left out the {len(listed):,} names of the run's --exclude list, which are all in {name}"
     PartialState().print(line("pictures", text))
     return data
 

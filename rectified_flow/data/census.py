@@ -19,19 +19,20 @@ BIT_VALUES = 1 << np.arange(BAND_BITS)
 MOST_COMPARED = 8  # number of the last pictures with the same part of a hash that a picture is compared with
 
 
-def _is_flat(row: Row) -> bool:
+def is_flat(row: Row) -> bool:
+    """Return whether a picture, uint8 ``[c, h, w]``, has one colour, and one transparency."""
     some = row[0, ::4, ::4]  # these few values of most pictures differ
-    return int(some.max()) - int(some.min()) <= NOISE and bool((np.ptp(row[:3], axis=(1, 2)) <= NOISE).all())
+    return int(some.max()) - int(some.min()) <= NOISE and bool((np.ptp(row, axis=(1, 2)) <= NOISE).all())
 
 
 def _is_grey(row: Row) -> bool:
     some = row[:3, ::8, ::8]  # these few pixels of most pictures have colours
-    return all((np.ptp(each, axis=0) <= NOISE).all() for each in (some, row[:3]))
+    return len(row) > 1 and all((np.ptp(each, axis=0) <= NOISE).all() for each in (some, row[:3]))
 
 
 FAULTS: Mapping[str, Callable[[Row], bool]] = {
     "wholly transparent": lambda row: len(row) > 3 and not row[3].any(),
-    "of one colour": _is_flat,
+    "of one colour": is_flat,
     f"dark, with no value above {DARK - 1} of 255": lambda row: int(row[:3].max()) < DARK,
     "grey": _is_grey,
 }

@@ -97,11 +97,18 @@ class Pictures:
         return {"image_column": self.image_column, "label_column": self.label_column}
 
     def find(self) -> ImageSource:
-        """Find the files or the table of the pictures.
+        """Find the files or the table of the pictures, without those to exclude.
 
         Raises:
             UsageError: if they cannot be found, or the framing makes no sense.
         """
+        source = self._find()
+        if self.exclude and type(source) is not FileFolder:  # a folder of pictures is listed without them
+            source.exclude(self.exclude)
+        return source
+
+    def _find(self) -> ImageSource:
+        """Find the files, or the whole table."""
         reader, options, _ = reader_of(self.space)
         if self.dataset_path is None:
             if self.dataset in names("dataset"):
@@ -122,7 +129,7 @@ class Pictures:
             return cast(ImageSource, reader(folder, split=self.split, **typed_options("space", reader, options)))
         if table is not None:
             return HuggingFaceSource(folder, self.split, **self._columns)
-        source = FileFolder(folder, split=self.split, listing=listing)
+        source = FileFolder(folder, split=self.split, listing=listing, exclude={*self.exclude})
         for other, _most, odd in _claims(listing.files):
             if odd:
                 found = f"{len(odd)} files of {other.kind} are read as pictures, such as {printable(odd[0])}"
@@ -144,7 +151,6 @@ class Pictures:
             self.framing,
             cache_dir=self.cache_dir,
             skip_broken_images=self.skip_broken_images,
-            exclude=self.exclude,
             limit=self.limit,
         )
         table = found.column_names()  # which may add a note
@@ -206,6 +212,8 @@ def open_dataset(
         **framing,
     )
     check_obeyed(space, {name for name in framing if getattr(pictures, name) != getattr(Pictures, name)})
+    if source is not None and pictures.exclude:
+        source.exclude(pictures.exclude)
     return pictures.open(source)
 
 

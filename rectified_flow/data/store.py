@@ -299,7 +299,8 @@ def pair_by_name(
     paired = [row for row, partner in enumerate(partners) if partner >= 0]
     taken = {*partners, *found[len(pictures) :]}
     lonely = {mine[row] for row, partner in enumerate(partners) if partner < 0}
-    lonely |= {name for row, name in enumerate(theirs) if row not in taken}
+    beside = {name for row, name in enumerate(theirs) if row not in taken}
+    lonely |= {name for name in beside if {*map(str, Path(name).parents)}.isdisjoint(exclude)}
     if alone := sorted(lonely):
         where = f"`source_path` {source.info.source} and `dataset_path` {pictures.info.source}"
         missing = f"{len(alone)} pictures in {where} have no partner of the same name and shape, such as {alone[0]}"

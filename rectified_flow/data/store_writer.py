@@ -23,7 +23,7 @@ from torch import Tensor
 
 from rectified_flow.data.census import counted_sentence
 from rectified_flow.data.framing import Framing
-from rectified_flow.data.sources import TRANSPARENT, Fitted, ImageSource, PictureRows, Row
+from rectified_flow.data.sources import TRANSPARENT, WHITE, Fitted, ImageSource, PictureRows, Row
 from rectified_flow.data.store import INFO_FILE, LABELS_FILE, ORIGINALS_FILE, RECIPE_FILE, Original
 from rectified_flow.distributed import launched_processes, on_main
 from rectified_flow.errors import BusyError, UsageError, first_line
@@ -186,7 +186,6 @@ def open_store(
     *,
     cache_dir: Path | None = None,
     skip_broken_images: bool = False,
-    exclude: Sequence[str] = (),
     limit: int | None = None,
 ) -> Path:
     """Return the folder of the store of ``source``. The store is built first if it does not exist or is damaged.
@@ -196,19 +195,17 @@ def open_store(
     ``limit``, only so many images, spread over the source, are read.
     """
     framing = Framing(framing, framing) if isinstance(framing, int) else framing
-    store = _store_of(source, framing, cache_dir, exclude, limit, skip_broken_images=skip_broken_images)
+    store = _store_of(source, framing, cache_dir, limit, skip_broken_images=skip_broken_images)
     with store.claimed(REMEDY, is_contested=launched_processes() > 1) as is_missing:
         if is_missing:
             with store.building():
-                _build(store, source, source.rows(framing), exclude, limit, skip_broken_images)
+                _build(store, source, source.rows(framing), limit, skip_broken_images)
     return store.path
 
 
-def find_store(
-    source: ImageSource, framing: Framing, cache_dir: Path | None = None, *, exclude: Sequence[str]
-) -> Path | None:
-    """Return the folder of a store of all images of ``source`` but the excluded ones; None if it is not built yet."""
-    both = (_store_of(source, framing, cache_dir, exclude, None, skip_broken_images=skips) for skips in (False, True))
+def find_store(source: ImageSource, framing: Framing, cache_dir: Path | None = None) -> Path | None:
+    """Return the folder of a store of the images of ``source``; None if it is not built yet."""
+    both = (_store_of(source, framing, cache_dir, None, skip_broken_images=skips) for skips in (False, True))
     return next((store.path for store in both if store.is_whole), None)
 
 
@@ -216,13 +213,12 @@ def _store_of(
     source: ImageSource,
     framing: Framing,
     cache_dir: Path | None,
-    exclude: Sequence[str],
     limit: int | None,
     *,
     skip_broken_images: bool,
 ) -> StoreWriter:
     """Return the store of the images of ``source``, which may be missing."""
-    chosen = [*sorted(exclude), *([] if limit is None else [limit])]
+    chosen = [*sorted(source.excluded), *([] if limit is None else [limit])]
     rows = source.rows(framing)
     skips = skip_broken_images and FORMATS  # a new plugin may read the skipped files
     key = key_of(STORE_VERSION, source.fingerprint, *astuple(framing), skips, *rows.key, *chosen)
@@ -255,12 +251,11 @@ def _build(
     store: StoreWriter,
     source: ImageSource,
     rows: PictureRows,
-    exclude: Sequence[str],
     limit: int | None,
     skip_broken_images: bool,
 ) -> None:
     """Decode the images that are left into the store, and note the names and sizes of the originals."""
-    numbers, chosen = source.numbers_without(exclude, limit), source.notes_on_choice(exclude, limit)
+    numbers, every = source.numbers(limit), len(source.numbers())
     store.length = len(numbers)
 
     decode = partial(_decoded, source, rows, skip_broken_images)
@@ -292,12 +287,15 @@ def _build(
                 store.write(len(kept) - len(written), images, durable=False)  # the whole store is flushed at the end
     if not kept:
         raise UsageError(f"none of the {len(broken)} images in {source.name} could be read")
-    if len(remarked.get(TRANSPARENT, [])) == len(kept):
-        raise UsageError(f"all {len(kept)} pictures of {source.name} are {TRANSPARENT}: save them with visible pixels")
+    for what, remedy in {TRANSPARENT: "save them with visible pixels", WHITE: "pass `alpha`"}.items():
+        if len(remarked.get(what, [])) == len(kept):
+            raise UsageError(f"all {len(kept)} pictures of {source.name} are {what}: {remedy}")
     # The census counts transparent rows, if they have an alpha channel.
     shown = [what for what in remarked if what != TRANSPARENT or not rows.framing.alpha]
     skipped = f"skipped {len(broken):,} broken {'image' if len(broken) == 1 else 'images'}"
     noted = [f"{skipped}; the first is {each} ({broken[each]})" for each in [*broken][:1]]
+    if len(numbers) < every:
+        noted += [f"read {len(numbers):,} of {every:,} images, spread over all of them, by their `limit`"]
     noted += [counted_sentence(len(equal), "equal to an earlier one", each) for each in equal[:1]]
     noted += [counted_sentence(len(remarked[what]), what, remarked[what][0]) for what in shown]
     originals, labels = zip(*kept, strict=True)
@@ -310,6 +308,6 @@ def _build(
         class_names=list(source.class_names) if min(labels) >= 0 else [],
         skipped=[*broken],
         framing=asdict(rows.framing),
-        notes=[*chosen, *noted, *rows.notes(names)],
+        notes=[*noted, *rows.notes(names)],
         **rows.info(source.name, {original[1:] for original in originals}),
     )

@@ -327,7 +327,7 @@ def test_files_with_and_without_unknown_values_are_read_alike(tmp_path: Path) ->
     [
         ({"image_size": 8, "aspect_ratio": "3"}, "`aspect_ratio` is 3; it must be width:height"),
         ({"image_size": 8, "exclude": ["2.png"]}, r"`exclude` names 2\.png, which is no image of"),
-        ({"image_size": 8, "exclude": ["1.png"]}, "none of the 0 images in"),
+        ({"image_size": 8, "exclude": ["1.png"]}, "`exclude` lists all pictures of"),
     ],
 )
 def test_python_takes_a_folder_and_its_errors_name_parameters(
@@ -466,7 +466,7 @@ def test_files_can_be_left_out_by_their_names(tmp_path: Path, kind: str) -> None
     dataset = open_dataset(str(folder), image_size=4, exclude=names)
     assert dataset.entries["images"][:, 0, 0, 0].tolist() == [2]
     assert dataset.names == (["a/2.png"] if kind == "folder" else ["1"])
-    assert len(dataset.class_names) == 2, "labels keep their numbers"
+    assert len(dataset.class_names) == {"folder": 1, "table": 2}[kind], "the labels of a table keep their numbers"
     assert len(open_dataset(str(folder), image_size=4)) == 3
     assert len(build(describe(dataset.described)).open()) == 1
 
@@ -496,3 +496,17 @@ def test_files_of_unknown_formats_are_named(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(b"?")
     kinds = "2 .pef, 1 without a suffix, 1 .jpg_large, 1 .yaml"
     assert FileFolder(tmp_path).notes == [f"left out 5 files of unknown formats ({kinds}), such as b"]
+
+
+def test_nothing_depends_on_excluded_files(tmp_path: Path) -> None:
+    for name in ("cats/0.png", "cats/1.png", "masks/0.png", "masks/left_1.png", "masks/left_1 copy.png"):
+        picture(tmp_path / "pics" / name, colour=(len(name), 0, 0))
+    masks = [f"masks/{name}.png" for name in ("0", "left_1", "left_1 copy")]
+    excluding = FileFolder(tmp_path / "pics", exclude=masks)
+    without = FileFolder(tmp_path / "pics" / "cats")
+    assert [file.name for file in excluding.files] == [file.name for file in without.files]
+    assert excluding.class_names == ["cats"]
+    assert excluding.notes[0] == "left out 3 images by `exclude`"
+    assert FileFolder(tmp_path / "pics", exclude=["masks"]).files == excluding.files
+    with pytest.raises(UsageError, match="`exclude` lists all pictures of pics: list fewer pictures"):
+        FileFolder(tmp_path / "pics", exclude=["masks", "cats"])

@@ -15,10 +15,19 @@ from rectified_flow.errors import UsageError
 
 
 def save(folder: Path, names: str) -> None:
-    """A picture for each name, equal ones for names with the same mark, such as ``a.png=1``."""
+    """A picture for each name, equal ones for names with the same mark, such as ``a.png=1``.
+
+    ``~2`` makes it twice as large, and ``~J`` a coloured JPEG.
+    """
     for number, each in enumerate(names.split("|")):
         name, _, mark = each.partition("=")
+        name, _, kind = name.partition("~")
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        if kind:
+            side = 8 * int(kind) if kind.isdecimal() else 8
+            picture = Image.new("RGB", (side, side), (200, number, 0))
+            picture.save(folder / name, "JPEG" if kind == "J" else "PNG")
+            continue
         Image.new("RGB", (8, 8), (number, int(mark) if mark else 100 + number, 0)).save(folder / name, "PNG")
         if mark:
             Image.new("RGB", (8, 8), (0, int(mark), 0)).save(folder / name, "PNG")
@@ -34,6 +43,13 @@ KINDS = {
     "thumbnails of Telegram": ("s.webp|s.webp_thumb.jpg|p.jpg|p_thumb.jpg", "p.jpg|s.webp", ["left out 2 copies of"]),
     "maps of depth": ("1.png|1_depth.png", "1.png", ["left out 1 maps of depth or of normals beside their pictures"]),
     "copies of another size": ("1.jpg|1-300x200.jpg|1@2x.jpg|1_thumb.jpg", "1.jpg", ["left out 3 copies of another"]),
+    "sizes of an icon": ("i.png|i@2x.png~2|i@3x.png~3", "i@3x.png", ["left out 2 copies of another size"]),
+    "a described size": ("i.png|i@2x.png~2|i.txt", "i.png", ["left out 1 copies of another size"]),
+    "photographs with the names of masks": (
+        "c.jpg~J|c_part_1.jpg~J",
+        "c.jpg|c_part_1.jpg",
+        [READ.format("c_part_1.jpg")],
+    ),
     "equal copies": ("A.jpg=1|A(1).jpg=1|A (2).jpg=1|A - Copy.jpg=1|A copy 2.jpg=1", "A.jpg", ["left out 4 copies"]),
     "a numbered picture": ("A.jpg|A(1).jpg", "A(1).jpg|A.jpg", [READ.format("A(1).jpg")]),
     "an edited picture": ("A.jpg|A-edited.jpg", "A-edited.jpg|A.jpg", [READ.format("A-edited.jpg")]),
@@ -80,6 +96,12 @@ FOLDERS = {
     "ages": ("10_years/1.png|20_years/1.png", "10_years|20_years", []),
     "numbers": ("10_20/1.png|30_40/1.png", "10_20|30_40", []),
     "groups of a trial": ("control/1.png|test/1.png", "control|test", []),
+    "masks beside classes": ("a/1.png|b/2.png|masks/1.png", "a|b|masks", ["read 1 pictures with the names of labels"]),
+    "thumbnails beside pictures": (
+        "1.png|2.png|thumbs/1.png",
+        "",
+        ["no classes: 2 pictures are in no subfolder", "read 1 pictures with the names of previews, such as"],
+    ),
 }  # fmt: skip
 
 

@@ -260,13 +260,15 @@ def test_several_processes_do_not_build_at_once_without_locks(tmp_path: Path, mo
     assert open_store(source, 4, cache_dir=tmp_path) == path
 
 
-@pytest.mark.parametrize("options", [{"limit": 20}, {"exclude": [str(number) for number in range(20, 1000)]}])
+@pytest.mark.parametrize(("limit", "excluded"), [(20, 0), (None, 980)])
 def test_pictures_that_are_not_read_need_no_disk(
-    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    limit: int | None, excluded: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There is room for 21 of 1,000 pictures."""
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=21 * 3 * 8 * 8))
-    assert len(ImageDataset(open_store(SyntheticFlowers(8, count=1000), 8, cache_dir=tmp_path, **options))) == 20
+    source = SyntheticFlowers(8, count=1000)
+    source.exclude([str(number) for number in range(excluded)])
+    assert len(ImageDataset(open_store(source, 8, cache_dir=tmp_path, limit=limit))) == 20
     with pytest.raises(UsageError, match="1000 rows of the image store would need at least"):
         open_store(SyntheticFlowers(8, count=1000), 8, cache_dir=tmp_path)
 

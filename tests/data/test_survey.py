@@ -80,7 +80,7 @@ def test_a_coloured_picture_among_grey_ones_is_named(tmp_path: Path) -> None:
     save(tmp_path / "pics", "b.png", np.full((8, 8, 3), (255, 0, 0), np.uint8))
     dataset = opened(tmp_path / "pics", Framing(8, 8, grey=True))
     assert dataset[1]["images"].unique().tolist() == [76], "0.299 of 255"
-    said = "1 picture is coloured, but trained on in grey because of `grey`, such as b.png"
+    said = "1 picture is coloured, and trained on in grey, such as b.png"
     assert said in dataset.info.notes
 
 
@@ -121,14 +121,13 @@ def test_transparent_pictures_are_named_and_not_trained_on_alone(alpha: bool, tm
 def test_what_is_left_out_and_why_is_said(tmp_path: Path) -> None:
     for number in range(6):
         save(tmp_path / "pics", f"{number}.png", noise(8, 8, 3))
-    source = FileFolder(tmp_path / "pics")
     notes = dict[tuple[int, int | None], list[str]]()
     for excluded, limit in ((0, None), (2, None), (0, 4), (2, 3), (2, 4)):
         exclude = [f"{number}.png" for number in range(excluded)]
-        path = open_store(source, Framing(8, 8), cache_dir=tmp_path / "cache", exclude=exclude, limit=limit)
-        notes[excluded, limit] = [
-            note for note in ImageDataset(path).info.notes if "exclude" in note or "limit" in note
-        ]
+        source = FileFolder(tmp_path / "pics", exclude=exclude)
+        path = open_store(source, Framing(8, 8), cache_dir=tmp_path / "cache", limit=limit)
+        said = [*source.notes, *ImageDataset(path).info.notes]
+        notes[excluded, limit] = [note for note in said if "exclude" in note or "limit" in note]
     assert notes == {
         (0, None): [],
         (2, None): ["left out 2 images by `exclude`"],
@@ -296,3 +295,20 @@ def test_words_that_a_mirror_image_makes_false(
 def test_names_of_files_may_speak_against_mirror_images(stems: list[str], reason: str | None) -> None:
     found = unmirrored_words([], {}, stems)
     assert found == reason or (reason is not None and str(found).startswith(reason))
+
+
+def test_white_shapes_are_shown_by_their_transparency(tmp_path: Path) -> None:
+    for number in range(3):
+        shape = np.full((8, 8, 4), 255, np.uint8)
+        shape[number + 1 :, :, 3] = 0
+        save(tmp_path / "pics", f"{number}.png", shape)
+    with pytest.raises(UsageError, match=r"all 3 pictures of pics are of one colour over white, .*: pass `alpha`$"):
+        opened(tmp_path / "pics", Framing(8, 8))
+    assert not any("of one colour" in note for note in opened(tmp_path / "pics", Framing(8, 8, True)).info.notes)
+
+
+def test_grey_pictures_are_no_fault_if_all_are_trained_on_in_grey(tmp_path: Path) -> None:
+    for number in range(2):
+        save(tmp_path / "pics", f"{number}.png", np.repeat(noise(8, 8, 1), 3, axis=2))
+    assert any("grey" in note for note in opened(tmp_path / "pics", Framing(8, 8)).info.notes)
+    assert not any("grey" in note for note in opened(tmp_path / "pics", Framing(8, 8, grey=True)).info.notes)

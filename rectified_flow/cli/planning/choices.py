@@ -25,7 +25,6 @@ from rectified_flow.data.sources import ImageSource
 from rectified_flow.data.sources.folder import FileFolder
 from rectified_flow.data.sources.huggingface import HuggingFaceSource
 from rectified_flow.distributed import on_main
-from rectified_flow.errors import UsageError
 from rectified_flow.flags import rules_of
 from rectified_flow.networks.unet import Unet
 from rectified_flow.parts import Choice, name_of
@@ -33,6 +32,8 @@ from rectified_flow.spaces.space import Space, with_augmentation
 from rectified_flow.system.terminal import line, lines
 from rectified_flow.training.clock import Clock
 from rectified_flow.training.speed import Speed
+
+USUAL_SIDES = 0.9  # share of the pictures that are as large as a chosen size, so that one larger picture chooses none
 
 
 def with_pictures(
@@ -46,9 +47,6 @@ def with_pictures(
         source: the pictures.
         budget: the time of the run [s], or None.
     """
-    excluded = settings.values.data.exclude
-    if excluded and not source.numbers_without(excluded, None):
-        raise UsageError(f"--exclude lists all pictures of {source.name}: list fewer pictures")
     if settings.values.is_planned:
         settings = with_recipe(settings, source, budget)
     values, columns = settings.values, settings.values.columns.condition_on
@@ -114,13 +112,14 @@ def recipe(
         size: the flags of the size that a plan chose, which will also choose the augmentation of pixels; None without
             a plan.
     """
-    count = len(source.numbers_without(data.exclude, data.max_train_samples))
+    count = len(source.numbers(data.max_train_samples))
     flags = limits.for_pictures(count, augmentable=can_augment(build_space(data, source)))
     if size is not None:
         flags.pop("augment", None)  # the plan decides it, when it knows the number of passes
         flags |= size
     if not data.autoencoder and data.aspect_ratio == "1:1" and "image_size" not in flags:
-        largest = max(reading.sides_of(source, data.crop), default=0)
+        sides = sorted(reading.sides_of(source, data.crop))
+        largest = sides[int(USUAL_SIDES * (len(sides) - 1))] if sides else 0
         multiple = max(MIN_SIDE, divisor)
         side = ceil(largest / multiple) * multiple
         flags |= {"image_size": side} if 0 < side < data.image_size else {}
@@ -174,7 +173,7 @@ def chosen_size(
         speeds = [speed_of({**flags, "mixed_precision": precision}) for precision in precisions]
         return max(speeds, key=lambda speed: speed.rate)
 
-    count = len(source.numbers_without(data.exclude, data.max_train_samples))
+    count = len(source.numbers(data.max_train_samples))
 
     def error(side: int, autoencoder: tuple[str, ...]) -> float:
         if autoencoder == data.autoencoder:

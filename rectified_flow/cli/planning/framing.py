@@ -67,13 +67,15 @@ def framing_of(flags: FramedFlags, data: PictureData, source: ImageSource) -> tu
 def _of_pictures(flags: FramedFlags, data: PictureData, source: ImageSource) -> tuple[dict[str, object], list[str]]:
     """Return the flags that suit pictures and their sources, by some of them, and a sentence for each flag."""
     framing, chosen, notes = flags.pictures.framing, dict[str, object](), list[str]()
-    found = survey(source, framing, source.numbers_without(flags.pictures.exclude, flags.pictures.max_train_samples))
+    numbers = source.numbers(flags.pictures.max_train_samples)
+    found = survey(source, framing, numbers)
     # Other weights, sources and spaces may need three channels.
     is_free = flags.init.init_from in (None, STARTER, NO_WEIGHTS) and not flags.source.is_given
     is_free = is_free and name_of(flags.pictures.space) in ("", Pixels.__name__)
     if found.is_grey and is_free and not flags.pictures.alpha and "grey" not in flags.given:
         chosen["grey"] = True
-        notes.append("all pictures are grey, so the samples are grey, too (--no_grey trains on three channels)")
+        some = "all" if len(found.facts) == len(numbers) else f"the {len(found.facts)} examined"
+        notes.append(f"{some} pictures are grey, so the samples are grey, too (--no_grey trains on three channels)")
     own, own_notes = _of_values(found, flags.pictures.resize, flags.pictures.bits)
     chosen, notes = chosen | own, notes + own_notes
     if data.sources is not None:
@@ -115,5 +117,5 @@ def _reason_not_to_mirror(columns: Sequence[str], source: ImageSource) -> str | 
     wanted = {column.partition("=")[0] for column in columns}
     table = source.read_table() if wanted else {}
     captions = {name: column for name, column in table.items() if name in wanted or "all" in wanted}
-    stems = [Path(source.name_of(number)).stem for number in range(len(source))]
+    stems = [Path(source.name_of(number)).stem for number in source.numbers()]
     return unmirrored_words(source.class_names, captions, stems)

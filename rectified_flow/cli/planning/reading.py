@@ -31,7 +31,7 @@ def sides_of(source: ImageSource, crop: Crop) -> list[int]:
 
     def read() -> list[int]:
         sides = list[int]()
-        for number in spread(range(len(source)), 200):
+        for number in source.numbers(200):
             with suppress(Exception):  # a broken picture is reported when it is decoded
                 sides.append((max if crop == "none" else min)(source.size_of(number)))
         return sides
@@ -49,7 +49,7 @@ def round_trip_error(source: ImageSource, data: DataConfig) -> float:
     data = replace(data, crop="center") if data.crop == "random" else data
 
     def measure() -> float:
-        numbers = source.numbers_without(data.exclude, data.max_train_samples)
+        numbers = source.numbers(data.max_train_samples)
         some, rows = spread(numbers, TRIED), list[Row]()
         how = source.rows(replace(data.framing, resize=data.resize or survey(source, data.framing, some).resize))
         for number in some:
@@ -85,7 +85,7 @@ def readable(source: ImageSource, data: DataConfig, seconds: float) -> dict[str,
         data: the flags of the pictures.
         seconds: the time of the run [s].
     """
-    framing, numbers = data.framing, source.numbers_without(data.exclude, data.max_train_samples)
+    framing, numbers = data.framing, source.numbers(data.max_train_samples)
 
     def decoding_time() -> float:
         rows, some = source.rows(framing), spread(numbers, TRIED)
@@ -100,7 +100,7 @@ def readable(source: ImageSource, data: DataConfig, seconds: float) -> dict[str,
         return (time.monotonic() - began) / len(some)
 
     def picture_time() -> float:
-        stored = find_store(source, framing, data.cache_dir, exclude=data.exclude)
+        stored = find_store(source, framing, data.cache_dir)
         if stored is None:
             return decoding_time() + encoding_time(source, data)
         is_encoded = build_space(data, source).medium.has_rows(stored, mirrored=data.horizontal_flip)

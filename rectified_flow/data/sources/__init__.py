@@ -1,12 +1,12 @@
 """The contract of a source of images, and the rows of a store that are made from its images."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from rectified_flow.data.census import Census
+from rectified_flow.data.census import Census, is_flat
 from rectified_flow.data.framing import Framing
 from rectified_flow.data.stream import spread
 from rectified_flow.errors import UsageError
@@ -28,7 +28,8 @@ TRANSPARENT = "wholly transparent"
 TOO_WIDE = "cropped to half of the area or less (`aspect_ratio` and `crop` none keep more)"
 HAZY = "partly transparent in most of the area, so that white shows through (`alpha` keeps the fourth channel)"
 FRAMES = "of a file with several pages or frames, of which one is read"
-COLOURED = "coloured, but trained on in grey because of `grey`"
+COLOURED = "coloured, and trained on in grey"
+WHITE = "of one colour over white, in place of their transparency (`alpha` keeps the fourth channel)"
 MIN_KEPT = 0.5  # share of the area of a picture up to which its crop is reported
 
 
@@ -64,9 +65,11 @@ class PictureRows:
             COLOURED: framing.grey and not is_grey(image),
             f"of more than {framing.bits} bits, so darker than the others": is_brighter,
         }
+        is_shape = image.mode == "RGBA" and not framing.alpha
         mode = "L" if framing.grey else "RGBA" if framing.alpha else "RGB"
         row = framed(image, framing.stored_size, mode=mode, pad=framing.crop == "none", resize=framing.resize)
         planes = np.asarray(row)[None] if framing.grey else np.asarray(row).transpose(2, 0, 1)
+        remarks[WHITE] = is_shape and is_flat(planes) and not remarks[TRANSPARENT]
         return Fitted(planes, size, tuple(text for text, applies in remarks.items() if applies))
 
     def add(self, row: Row, *, is_repeated: bool = False) -> None:
@@ -94,6 +97,8 @@ class ImageSource(ABC):
     notes: Sequence[str] = ()
     """Sentences that a user should know about the images, such as which files are not read. A source may add to them
     until :meth:`column_names` has returned. Stores do not keep them, since the files may change between runs."""
+    excluded: Collection[str] = frozenset()
+    """Names of the images that are left out, as by :meth:`exclude`."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -115,21 +120,23 @@ class ImageSource(ABC):
         """Return the width and height of one image [px]."""
         return upright_size(self.load(index)[0])
 
-    def numbers_without(self, exclude: Sequence[str], limit: int | None = None) -> list[int]:
-        """Return the numbers of all images but those with the names to exclude, or of ``limit`` spread over them."""
-        names = [self.name_of(index) for index in range(len(self))] if exclude else []
-        if unknown := sorted({*exclude} - {*names}):
-            raise UsageError(f"`exclude` names {unknown[0]}, which is no image of {self.name}: correct the list")
-        kept = [index for index in range(len(self)) if not exclude or names[index] not in exclude]
-        return kept if limit is None else spread(kept, limit)
+    def exclude(self, names: Collection[str]) -> None:
+        """Leave out the images with some names.
 
-    def notes_on_choice(self, exclude: Sequence[str], limit: int | None) -> list[str]:
-        """Return sentences about the images that :meth:`numbers_without` leaves out."""
-        count = len(self) - len({*exclude})
-        notes = [f"left out {len({*exclude}):,} images by `exclude`"] if exclude else []
-        if limit is not None and limit < count:
-            notes.append(f"read {limit:,} of {count:,} images, spread over all of them, by their `limit`")
-        return notes
+        Raises:
+            UsageError: if an image does not exist, or none is left.
+        """
+        check_excluded(names, [self.name_of(index) for index in range(len(self))], self.name)
+        self.excluded = frozenset(names)
+        if len(self.excluded) == len(self):
+            raise UsageError(f"`exclude` lists all images of {self.name}: list fewer images")
+        self.notes = [*self.notes, note_on_excluded(len(self.excluded))]
+
+    def numbers(self, limit: int | None = None) -> list[int]:
+        """Return the numbers of the images that are not left out, or of ``limit`` images spread over them."""
+        every = range(len(self))
+        kept = [index for index in every if self.name_of(index) not in self.excluded] if self.excluded else [*every]
+        return kept if limit is None else spread(kept, limit)
 
     def read_table(self) -> Mapping[str, Sequence[Any]]:
         """Return the columns beside the images, a value for each image."""
@@ -152,3 +159,14 @@ class ImageSource(ABC):
     def rows(self, framing: Framing) -> PictureRows:
         """Return how the images become rows of a store."""
         return PictureRows(framing)
+
+
+def check_excluded(excluded: Collection[str], names: Collection[str], source: str) -> None:
+    """Raise a UsageError if images to exclude are not among the names of a source."""
+    if unknown := sorted({*excluded} - {*names}):
+        raise UsageError(f"`exclude` names {unknown[0]}, which is no image of {source}: correct the list")
+
+
+def note_on_excluded(count: int) -> str:
+    """Return a sentence about the number of images that are excluded."""
+    return f"left out {count:,} images by `exclude`"

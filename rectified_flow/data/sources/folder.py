@@ -11,8 +11,17 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from rectified_flow.data.sources import ImageSource
-from rectified_flow.data.sources.kinds import CLOUD, COMPANIONS, OTHER_FORMATS, PICTURES, companions, without_repeats
+from rectified_flow.data.sources import ImageSource, check_excluded, note_on_excluded
+from rectified_flow.data.sources.kinds import (
+    CLOUD,
+    COMPANIONS,
+    OTHER_FORMATS,
+    PICTURES,
+    Companion,
+    companions,
+    largest_of,
+    without_repeats,
+)
 from rectified_flow.data.sources.listing import Listing, files_fingerprint, list_folder
 from rectified_flow.data.sources.name_notes import notes_on_names
 from rectified_flow.data.tables import TABLE_SUFFIXES, read_metadata
@@ -41,6 +50,7 @@ class FileFolder(ImageSource):
         path: the folder.
         split: the split to read if subfolders have the names of splits.
         listing: the files below the folder, if they are known.
+        exclude: names of files and subfolders to leave out, before anything else depends on them.
     """
 
     notes: list[str]
@@ -51,10 +61,19 @@ class FileFolder(ImageSource):
     kind: ClassVar[str] = "pictures"
     """Name of the files in the plural."""
 
-    def __init__(self, path: Path, *, split: str = "train", listing: Listing | None = None) -> None:
+    def __init__(
+        self, path: Path, *, split: str = "train", listing: Listing | None = None, exclude: Collection[str] = ()
+    ) -> None:
         self.path, self.name, self.notes = path, printable(path.name), []
         everything, left_out, written = list_folder(path) if listing is None else listing
         found = [file for file in everything if file.suffix.lower() in self.suffixes]
+        if exclude:
+            of_file = {file: {self._name(file), *map(self._name, file.parents)} for file in found}
+            check_excluded(exclude, set[str]().union(*of_file.values()), self.name)
+            found = [file for file in found if of_file[file].isdisjoint(exclude)]
+            if not found:
+                raise UsageError(f"`exclude` lists all {self.kind} of {self.name}: list fewer {self.kind}")
+            self.notes.append(note_on_excluded(len(of_file) - len(found)))
         others = [file for file in everything if file.suffix.lower() in self.other_suffixes]
         known = {*self.suffixes, *self.other_suffixes, *UNREMARKABLE}
         self._note("files that are not downloaded from iCloud", [file for file in left_out if file.suffix == CLOUD])
@@ -68,7 +87,8 @@ class FileFolder(ImageSource):
             first = [f"{printable(file)} is {what}" for file in everything[:1] if (what := content_of(file))]
             nothing = f"the folder {path} holds no {self.kind} ({', '.join(sorted(self.suffixes))})"
             raise UsageError("; ".join((nothing, *self.notes, *first)))
-        found = self._without_companions(found)
+        described = {file.with_suffix("") for file in everything if file.suffix.lower() not in self.suffixes}
+        found = self._without_companions(found, described)
         root, files = narrow(path, found, split)
         self.files = sorted(files)
         self._note_rest(root, sorted({*found} - {*files}))
@@ -88,14 +108,25 @@ class FileFolder(ImageSource):
         named = {_split_of(part) for part in parts} - {None}
         return not named or split in named
 
-    def _without_companions(self, files: list[Path]) -> list[Path]:
-        """Return the files without those that belong to another, such as masks and copies, with a note on each kind."""
+    def _without_companions(self, files: list[Path], described: Collection[Path]) -> list[Path]:
+        """Return the files without those that belong to another, such as masks and copies, with a note on each kind.
+
+        Of a picture in several sizes, the largest file is read, unless a text has the name of another: ``described``
+        are the names of other files, without their suffixes.
+        """
         left_out, alike = defaultdict[str, list[Path]](list), list[Path]()
+        scaled = defaultdict[Path, list[Companion]](list)
         for companion in companions(files):
-            if companion.is_left_out:
+            if companion.kind.is_scaled:
+                scaled[companion.picture].append(companion)
+            elif companion.is_left_out:
                 left_out[companion.kind.noun].append(companion.file)
             else:
                 alike.append(companion.file)
+        for picture, copies in scaled.items():
+            read = picture if picture.with_suffix("") in described else largest_of(copies, picture)
+            every = (picture, *(copy.file for copy in copies))
+            left_out[copies[0].kind.noun] += [file for file in every if file != read]
         for noun, some in left_out.items():
             self._note(f"{noun} beside their {self.kind}", some)
         for each in alike[:1]:
@@ -153,7 +184,10 @@ class FileFolder(ImageSource):
 
     @override
     def name_of(self, index: int) -> str:
-        return printable(str(self.files[index]).removeprefix(os.path.join(self.path, "")))
+        return self._name(self.files[index])
+
+    def _name(self, file: Path) -> str:
+        return printable(str(file).removeprefix(os.path.join(self.path, "")))
 
     @override
     def read_table(self) -> dict[str, list[Any]]:

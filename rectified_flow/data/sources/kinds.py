@@ -5,11 +5,13 @@ A new kind is a row here and a row in ``tests/data/test_kinds.py``.
 
 import re
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from filecmp import cmp
+from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
-from rectified_flow.system.pictures import OTHER_SUFFIXES
+from rectified_flow.system.pictures import OTHER_SUFFIXES, is_grey, open_picture
 
 OTHER_FORMATS = OTHER_SUFFIXES | {
     *(".npy", ".npz", ".h5", ".hdf5", ".mat", ".nii", ".gz", ".mha", ".nrrd", ".zarr", ".pt", ".pkl", ".tfrecord"),
@@ -29,8 +31,8 @@ COMPANIONS = {
     **dict.fromkeys(("conditioning", "conditioning_images", "conditioning_image", "control"), "conditioning"),
     **dict.fromkeys(("thumbnails", "thumbs", "previews", "log", "logs", "model", "models", "sample"), "previews"),
 }
-"""Subfolders with files that belong to the pictures beside them, in lower case, and a noun for the files. None of these
-subfolders is a class."""
+"""Subfolders with files that belong to the pictures beside them, in lower case, and a noun for the files. Beside a
+subfolder of :data:`PICTURES`, none of them is a class."""
 PICTURES = {
     *("image", "images", "img", "imgs", "jpegimages", "pictures", "photos"),
     *("instance_images", "instance_data", "instance_dir", "leftimg8bit", "celeba-hq-img"),
@@ -41,6 +43,7 @@ PICTURES = {
 CLOUD = ".icloud"
 """Suffix of the hidden file in place of one that is not downloaded from iCloud."""
 DOUBTFUL_FOLDERS = {
+    **{name: noun for name, noun in COMPANIONS.items() if name != "control"},  # a group of a trial
     **dict.fromkeys(("originals", "original", "unedited", "masters"), "originals of edited pictures"),
     **dict.fromkeys(("rejected", "rejects", "reject", "deleted", "trash", "discarded", "removed"), "rejected pictures"),
     **dict.fromkeys(("bad", "blurry", "duplicates", "dupes", "unsorted", "todo"), "rejected pictures"),
@@ -56,7 +59,8 @@ DOUBTFUL_FOLDERS = {
 }
 """Subfolders that may hold other pictures than those of a dataset, in lower case, and a noun for the pictures."""
 DOUBTFUL_NAMES = {
-    "overviews": r"contact.?sheet|collage|montage|sprite.?sheet|(?:^|[-_ ])(?:grid|atlas)[-_ \d.]|^(?:folder|cover)\.",
+    "overviews": r"contact.?sheet|collage|montage|(?:sprite|tile).?(?:sheet|set)|(?:^|[-_ ])(?:grid|atlas)[-_ \d.]"
+    r"|^(?:folder|cover)\.",
     "temporary files": r"(?:^|[-_ ])(?:temp|tmp)[-_ ]",
     "logos or avatars": r"(?:^|[-_ ])(?:logo|banner|favicon|avatar|spacer|placeholder|profile.?pic|watermark)[-_ \d.]",
     "plots or charts": r"(?:^|[-_ ])(?:plot|loss|histogram|confusion.?matrix|colou?r.?checker|grey.?card)[-_ \d.]",
@@ -73,13 +77,19 @@ class Beside(NamedTuple):
     """The files in the plural."""
     is_copy: bool = False
     """Whether the file may be another picture: it is left out only if its contents are equal."""
+    is_scaled: bool = False
+    """Whether the file shows the picture in another size: the largest is read."""
 
 
 BESIDE = (
     Beside(r"[-_. ](?:masklabel|condlabel|masks?|seg|segmentation|labels?|gt|matte|trimap)(?:_\d+)?$", "masks"),
     Beside(r"[-_.](?:depth|normals?|disparity)(?:_\d+)?$", "maps of depth or of normals"),
     Beside(r"[-_](?:superpixels|parts?_\d+|labelids|instanceids)$", "masks"),
-    Beside(r"(?:\.\w{3,4})?[-_.](?:thumb|thumbnail|preview|small|tn)$|-\d+x\d+$|@[23]x$", "copies of another size"),
+    Beside(
+        r"(?:\.\w{3,4})?[-_.](?:thumb|thumbnail|preview|small|tn)$|-\d+x\d+$|@[23]x$",
+        "copies of another size",
+        is_scaled=True,
+    ),
     Beside(r"[-_ ](?:edited|bearbeitet|modifi\u00e9|editado|modificato|bewerkt)(?:\(\d+\))?$", "edited copies", True),
     Beside(r" ?\(\d+\)$|(?: -)? (?:copy|copie|kopie|copia)(?: ?\(?\d+\)?)?$", "copies", True),
     Beside(r"~\d+$|(?<=IMG_)E(?=\d+$)", "edited copies", True),
@@ -101,13 +111,30 @@ class Companion(NamedTuple):
 
     @property
     def is_left_out(self) -> bool:
-        """Whether the file is certainly no picture of its own."""
-        if not self.kind.is_copy:
-            return True
+        """Whether the file is certainly no picture of its own. A coloured JPEG is no mask and no map."""
         try:
-            return cmp(self.file, self.picture, shallow=False)
+            if self.kind.is_copy:
+                return cmp(self.file, self.picture, shallow=False)
+            return self.kind.is_scaled or self.file.suffix.lower() not in (".jpg", ".jpeg") or not _is_photo(self.file)
         except OSError:  # a broken file is named when it is decoded
-            return False
+            return not self.kind.is_copy
+
+
+def _is_photo(file: Path) -> bool:
+    image = open_picture(file)
+    if image.format != "JPEG":
+        return False
+    image.draft("RGB", (64, 64))
+    return not is_grey(image)
+
+
+def largest_of(sizes: Sequence[Companion], picture: Path) -> Path:
+    """Return the largest of a picture and its copies of other sizes, the picture if several are."""
+    areas = dict[Path, int]()
+    for file in (picture, *(each.file for each in sizes)):
+        with suppress(Exception):  # a broken picture is reported when it is decoded
+            areas[file] = prod(open_picture(file).size)
+    return max(areas, key=areas.__getitem__, default=picture)
 
 
 def companions(files: Sequence[Path]) -> Iterator[Companion]:

@@ -14,7 +14,7 @@ from PIL import Image
 
 from rectified_flow.cli.data import build_space, find_data
 from rectified_flow.cli.planning import choices, facts, reading
-from rectified_flow.cli.planning.framing import FramedFlags, framing_of
+from rectified_flow.cli.planning.framing import FramedFlags, _reason_not_to_mirror, framing_of
 from rectified_flow.cli.planning.plan import Plan
 from rectified_flow.cli.planning.sizes import SPOILED, choose_size
 from rectified_flow.cli.record import with_record
@@ -23,6 +23,7 @@ from rectified_flow.cli.settings import Settings, read_settings
 from rectified_flow.cli.training_flags import TrainConfig
 from rectified_flow.data.description import PictureData, Sources
 from rectified_flow.data.open import Pictures, space_of_folder
+from rectified_flow.data.sources.folder import FileFolder
 from rectified_flow.errors import UsageError
 from rectified_flow.load import reading_of
 from rectified_flow.measurements.folder import FieldFolder
@@ -318,3 +319,13 @@ def test_pictures_for_sampling_are_framed_as_those_of_the_run() -> None:
     trained = SimpleNamespace(data=replace(data, sources=None), flow=flow)
     assert reading_of(trained) == {"bits": 12, "pad": True, "resize": "lanczos"}
     assert reading_of(SimpleNamespace(data=None, flow=flow)) == {}  # type: ignore[arg-type]
+
+
+def test_excluded_pictures_choose_neither_the_mirror_nor_the_size(tmp_path: Path) -> None:
+    hands = [f"{side}_hand_{number}.png" for side in ("left", "right") for number in range(8)]
+    for name, side in {"a.png": 16, "b.png": 16, "sheet.png": 256, **dict.fromkeys(hands, 16)}.items():
+        save(tmp_path / "pics" / name, side, side)
+    folder = FileFolder(tmp_path / "pics", exclude=["sheet.png", *hands])
+    assert reading.sides_of(folder, "center") == [16, 16]
+    assert _reason_not_to_mirror((), folder) is None
+    assert _reason_not_to_mirror((), FileFolder(tmp_path / "pics")) is not None
