@@ -80,13 +80,33 @@ def read_request(flags: PicturesConfig, trained: Trained, options: dict[str, Any
     if texts:  # without texts, the flow draws random values
         _check_guided(options.get("guidance", NO_GUIDANCE), written(flow.conditions).keys() - texts.keys())
     if flags.from_images is not None:
-        return replace(_from_pictures(flags.from_images, flags, trained, options), texts=texts)
+        request = _from_pictures(flags.from_images, flags, trained, options, most)
+        return with_texts(request, texts, flow, flags.variants)
     names = [""] * (len(options["draws"]) if axes else flags.num_samples or max(NUM_SAMPLES, most))
     if flags.prompts is not None:
         prompts = next(iter(texts.values()))  # they are written first
         slugs = ["-" + re.sub(r"\W+", "-", text).strip("-")[:60] for text in prompts]
         names = [slugs[number % len(slugs)] for number in range(flags.num_samples or len(slugs))]
     return SampleRequest(Names(names), options, texts, len(axes[1][1]) if axes else None)
+
+
+def with_texts(request: SampleRequest, texts: dict[str, list[str]], flow: Flow, variants: int) -> SampleRequest:
+    """Return the request for results of pictures with conditions, which each picture gets in turn.
+
+    Raises:
+        UsageError: if a condition has more values than there are results.
+    """
+    count = len(request.names)
+    for name, values in texts.items():
+        if len(values) > count:
+            found = f"{len(values)} values of {name} are given, and --from_images has {count} results"
+            raise UsageError(f"{found}: pass fewer values, or more results with --variants or --num_samples")
+    if variants > 1:  # the first results of all files precede the second ones
+        files = count // variants
+        turns = [number % files + number // files for number in range(count)]
+        texts = {name: [values[turn % len(values)] for turn in turns] for name, values in texts.items()}
+        request.options["conditions"] |= read_written(flow.conditions, texts)
+    return replace(request, texts=texts)
 
 
 def _check_guided(guidance: Guidance, absent: Collection[str]) -> None:
@@ -97,8 +117,10 @@ def _check_guided(guidance: Guidance, absent: Collection[str]) -> None:
             raise UsageError(f"{text}: pass --set {name}=VALUE, too, or leave out --guidance {name}")
 
 
-def _from_pictures(path: Path, flags: PicturesConfig, trained: Trained, options: dict[str, Any]) -> SampleRequest:
-    """Return the variations, translations or inpainted versions of the pictures at ``path``."""
+def _from_pictures(
+    path: Path, flags: PicturesConfig, trained: Trained, options: dict[str, Any], least: int
+) -> SampleRequest:
+    """Return translations or inpainted versions of the pictures at ``path``, or at least ``least`` variations."""
     flow, space, degradation = trained.flow, trained.flow.space, trained.degradation
     _check_translation(flags, trained)
     translates = flow.takes_source or flags.mask is not None
@@ -113,7 +135,8 @@ def _from_pictures(path: Path, flags: PicturesConfig, trained: Trained, options:
     seen = space.medium.stored(images.to(flow.device)).cpu()
     if not translates:
         start = {"start": seen, "strength": flags.strength or STRENGTH}
-        return SampleRequest(Names([""] * (flags.num_samples or max(NUM_SAMPLES, len(files)))), options | start)
+        count = flags.num_samples or max(NUM_SAMPLES, len(files), least)
+        return SampleRequest(Names([""] * count), options | start)
     if degradation is not None and (flags.degrade or degradation.is_projection):
         seen = _degraded(seen, degradation, space, flags.seed)
     elif mask is not None and flow.takes_source:
@@ -200,7 +223,7 @@ def _values(name: str, text: str, kinds: Mapping[str, WrittenCondition], source:
 def _kind_of(name: str, kinds: Mapping[str, WrittenCondition], source: Path, flag: str) -> WrittenCondition:
     """Return the kind of a condition that a user names."""
     if name not in kinds:
-        known = ", ".join(kinds) or "none; train with --condition_on"
+        known = ", ".join(kinds) or "none; train with --use_cfg or --condition_on"
         raise UsageError(f"{flag}: {source} was trained without such a condition; its conditions are {known}")
     return kinds[name]
 
