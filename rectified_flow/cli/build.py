@@ -23,7 +23,7 @@ from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.solvers import AUTOGUIDANCE, Guidance
 from rectified_flow.flows.times import TimeDistribution
-from rectified_flow.load import Trained, read_trained
+from rectified_flow.load import Trained, model_hash, read_trained
 from rectified_flow.networks.network import Network, checkpoint_gradients, to_device
 from rectified_flow.parts import Choice, arguments_from, choose, split_part
 from rectified_flow.registry import needs_of
@@ -62,11 +62,18 @@ def join(config: Any) -> PartialState:
     return state
 
 
-def open_trained(config: SamplingConfig) -> tuple[PartialState, Trained, dict[str, Any]]:
-    """Join the processes, and load a trained flow with the solver options of the flags."""
+def open_trained(config: SamplingConfig, like: str | None = None) -> tuple[PartialState, Trained, dict[str, Any]]:
+    """Join the processes, and load a trained flow with the solver options of the flags.
+
+    Args:
+        config: the flags.
+        like: hash of the model that generated the picture of ``--like``, whose settings are among the flags.
+    """
     state = join(config)
     set_seed(config.samples.seed)
     trained = load_trained(config.model, state)
+    if like not in (None, model_hash(trained.flow)):  # settings of another model may make no sense
+        raise UsageError(f"--like needs a picture of {trained.source}, and another model generated this one")
     options = _solver_options(config.solver, trained)
     scale, flow = config.solver.autoguidance, trained.flow
     if scale is None:

@@ -89,13 +89,20 @@ def _check_data(trained: Trained, dataset: RealData, state: PartialState) -> Non
     """Check that all processes read one dataset that fits the flow, and warn if it is not that of the run."""
     check_equal(state, lambda: {"the number of pictures": len(dataset), "their fingerprint": dataset.fingerprint})
     check_conditions(trained.flow, trained.source, dataset)
+    check_fits(trained, dataset, state, "--dataset_path")
+
+
+def check_fits(trained: Trained, dataset: RealData, state: PartialState, flag: str) -> None:
+    """Check that a dataset is of the kind that a flow was trained on, and warn if it is not that of the run.
+
+    Args:
+        trained: the run.
+        dataset: the dataset.
+        state: the processes.
+        flag: the flag that names the dataset.
+    """
     if (problem := trained.flow.space.medium.misfit(dataset.space.medium)) is not None:
-        raise UsageError(f"--dataset_path {dataset.info.source} {problem}")
-    warn_of_other_data(trained, dataset, state)
-
-
-def warn_of_other_data(trained: Trained, dataset: RealData, state: PartialState) -> None:
-    """Warn if a run was not trained on a dataset."""
+        raise UsageError(f"{flag} {dataset.info.source} {problem}")
     # The fingerprint in a run with a teacher is that of the teacher's data, and covers the sources of a translation.
     lacks_sources = getattr(trained.data, "sources", None) is not None and getattr(dataset, "source", None) is None
     known = None if trained.run is None or trained.is_taught or lacks_sources else trained.run.dataset
@@ -138,6 +145,8 @@ def real_data(
         opens_sources: whether to open the folder of sources, too.
     """
     data, space = trained.data or _data_of_shape(trained, dataset_path), trained.flow.space
+    if source_path is not None and getattr(data, "sources", None) is None:
+        raise UsageError(f"--source_path has no effect: {trained.source} was trained without a folder of sources")
     data = data.moved(dataset_path=dataset_path, source_path=source_path, cache_dir=cache_dir)
     if not isinstance(data, PictureData):
         return RenderedItems(with_sources(data.open(), data, space), space, data.name), None, None

@@ -31,7 +31,7 @@ from rectified_flow.errors import UsageError
 from rectified_flow.flags import Flags, flag_name, rules_of
 from rectified_flow.registry import as_plain, build
 from rectified_flow.runs import checkpoint
-from rectified_flow.runs.folder import prepare_folders, read_config, wait_for_end
+from rectified_flow.runs.folder import check_place, prepare_folders, read_config, wait_for_end
 from rectified_flow.runs.training_config import TrainingConfig
 from rectified_flow.spaces.space import Space
 from rectified_flow.system.artifact import Artifact, owned_files
@@ -92,6 +92,8 @@ def begun_flags(
     """
     if waits:
         wait_for_end(run.output_dir)
+    if run.checkpoint_dir is not None:  # else the run would begin anew, with the data of the defaults
+        check_place(run)
     found = checkpoint.list_checkpoints(run.checkpoint_dir or checkpoint.place_of(run.output_dir))
     if not found and distilled is not None and _stored_source(distilled) is not None:
         found = [run.output_dir]  # killed while the data of the teacher were generated

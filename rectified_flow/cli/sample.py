@@ -16,7 +16,7 @@ from torchvision.transforms.functional import pil_to_tensor
 from tqdm.auto import tqdm
 
 from rectified_flow.cli.build import open_trained
-from rectified_flow.cli.evaluate import real_data, warn_of_other_data
+from rectified_flow.cli.evaluate import check_fits, real_data
 from rectified_flow.cli.model_flags import PicturesConfig, SampleConfig
 from rectified_flow.cli.sample_names import SHEETS, Names
 from rectified_flow.cli.sample_request import GRID_PICTURES, SampleRequest, read_request
@@ -105,7 +105,7 @@ def sample(config: SampleConfig) -> None:
     flags, model = config.samples, config.samples.save_pretrained
     if model is not None and config.solver.autoguidance is None:
         config = with_values(config, {"autoguidance": 1.0})  # the saved model has no early checkpoint
-    state, trained, options = open_trained(config)
+    state, trained, options = open_trained(config, None if like is None else like.model)
     options |= {"seed": flags.seed, "batch_size": config.model.batch_size}
     request = read_request(flags, trained, options) if like is None else _repeat(like, trained, options)
     settings = _settings_of(config, trained, request)
@@ -113,7 +113,7 @@ def sample(config: SampleConfig) -> None:
     data = None
     if flags.nearest is not None:  # a folder is where the training pictures are now
         data = real_data(trained, dataset_path=next(iter(flags.nearest), None), opens_sources=False)[0]
-        warn_of_other_data(trained, data, state)
+        check_fits(trained, data, state, "--nearest")
         data = coloured_like_samples(data, trained.flow.space)
     folder = flags.output_dir or trained.run_folder / ("generated" if like is None else "like")
     with ExitStack() as held:
@@ -154,8 +154,6 @@ def _repeat(like: Provenance, trained: Trained, options: dict[str, Any]) -> Samp
     if like.steps > MAX_LIKE_STEPS:
         found = f"--like names {like.steps:,} steps, more than {MAX_LIKE_STEPS:,}"
         raise UsageError(f"{found}: pass its settings by --steps, --seed and other flags instead")
-    if like.model != model_hash(trained.flow):
-        raise UsageError(f"--like needs a picture of {trained.source}, and another model generated this one")
     if like.from_picture:
         found = "--like needs a picture from noise, and this one was made with --from_images"
         raise UsageError(f"{found}: pass its source to --from_images, without --like")

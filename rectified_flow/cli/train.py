@@ -148,7 +148,7 @@ def train_run(settings: Settings[TrainConfig]) -> bool:
             recorded=known,
             stores=not program.dry_run,
         )
-        if not has_begun:
+        if not has_begun or "use_cfg" in settings.given:
             check_conditions(opened.items, columns_of(values.columns, opened.conditions), values.network, values.flow)
     clock = None
     if has_begun:

@@ -278,6 +278,14 @@ def precision_name(accelerator: Accelerator) -> str:
     return {"no": "float32"}.get(accelerator.mixed_precision, accelerator.mixed_precision)
 
 
+def check_place(config: TrainingConfig) -> None:
+    """Raise a UsageError if the run in the output folder has its checkpoints in another folder than the flags name."""
+    place = checkpoint.place_of(config.output_dir)
+    if checkpoint.list_checkpoints(place) and not checkpoint.list_checkpoints(config.checkpoints):
+        remedy = f"pass `checkpoint_dir` {place}, or move them"
+        raise UsageError(f"the checkpoints of {config.output_dir} are in {place}: {remedy}")
+
+
 def check_start(config: TrainingConfig, origin: Path | None = None, *, writes: bool = True) -> None:
     """Check, before the data take hours to prepare, that the run may start whatever the data are.
 
@@ -288,10 +296,7 @@ def check_start(config: TrainingConfig, origin: Path | None = None, *, writes: b
     found = checkpoint.list_checkpoints(config.checkpoints)
     if found and config.resume == "never":
         raise UsageError(f"{config.checkpoints} already holds checkpoints: pass `resume` auto, or another `output_dir`")
-    place = checkpoint.place_of(config.output_dir)
-    if not found and checkpoint.list_checkpoints(place):
-        remedy = f"pass `checkpoint_dir` {place}, or move them"
-        raise UsageError(f"the checkpoints of {config.output_dir} are in {place}: {remedy}")
+    check_place(config)
     check_owner(config)
     if not found and origin is not None:
         checkpoint.resolve(origin, names=())

@@ -167,9 +167,9 @@ class Trainer:
             self._set_pace(Pace(planned) if self.clock is None else self.clock.pace(planned))
             if self.state.step >= self.total_steps:
                 text = f"already trained {self.state.step} of {self.total_steps} steps ({path})"
-                larger = f"larger `train_num_steps` in place of `budget`, such as {2 * self.state.step}"
+                larger = f"larger `train_num_steps`, such as {2 * self.state.step}, in place of `budget` and `one_step`"
                 more = "larger `train_num_steps` or `num_epochs`" if self.clock is None else larger
-                self.run.print(f"{text}; to continue, pass a {more}")
+                self.run.print(f"{text}; to continue, pass this `output_dir` and a {more}")
                 distributed.on_main(self.accelerator, self.run.write_status)
                 return True
             with explain_loader_errors(), self.run.opened():

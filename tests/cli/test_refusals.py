@@ -41,6 +41,10 @@ REFUSALS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("--teacher_steps 7", "--teacher_steps needs --teacher"),
         ("--evaluation_samples 50", "--evaluation_samples needs --evaluate_every"),
     ],
+    (TRAIN, "--output_dir {paired.one} --train_num_steps 9"): [
+        ("--use_cfg", "--use_cfg needs labels"),
+        ("--checkpoint_dir {tmp}/elsewhere", "the checkpoints of {paired.one} are in {paired.one}/checkpoints: pass"),
+    ],
     (TRAIN, ""): [("--image_size 8 --dim_mults 1 2", "--dataset synthetic-flowers or --dataset_path")],
     # what can be refused before the pictures are decoded, one of which is broken
     (TRAIN, BROKEN): [
@@ -159,6 +163,9 @@ REFUSALS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("--from_images {tmp}/nowhere", "is neither a file nor a folder of files"),
         ("--output_dir /proc/nothing", "--output_dir /proc/nothing cannot be written"),
     ],
+    (SAMPLE, f"--checkpoint {{floats.one}} {OUTPUT}"): [
+        ("--num_samples 1 --steps 1 --nearest {pictures.data}/pictures", "--nearest pictures has 3 channels"),
+    ],
     (SAMPLE, f"--checkpoint {{columns.one}} {OUTPUT}"): [
         ("--set colour=3", "--set colour=3: "),
         ("--set size=nan", "--set size=nan: nan is not a number"),
@@ -214,6 +221,7 @@ REFUSALS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ),
         ("--metric likelihood --guidance_scale 2", "--metric likelihood is measured without guidance"),
         ("--metric likelihood --solver heun", "--metric likelihood is measured without guidance"),
+        ("--source_path {paired.data}/from", "--source_path has no effect: "),
         ("--dataset_path {paired.data}/to", "was trained on different classes than to"),
     ],
     (EXPORT, OUTPUT): [("--checkpoint {tmp}/nowhere", "there is no checkpoint at")],

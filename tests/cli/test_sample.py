@@ -16,9 +16,13 @@ from PIL import Image
 
 from rectified_flow.cli import sample as sample_module
 from rectified_flow.cli import sample_request
-from rectified_flow.cli.sample_request import find_inputs
+from rectified_flow.cli.sample_names import Names
+from rectified_flow.cli.sample_request import SampleRequest, find_inputs, with_texts
 from rectified_flow.cli.settings import read_settings
+from rectified_flow.condition import Labels
+from rectified_flow.errors import UsageError
 from rectified_flow.flows.flow import Flow
+from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.hub import load_pretrained
 from rectified_flow.load import load_flow, model_hash
@@ -99,6 +103,7 @@ def test_a_picture_is_generated_again_from_its_file(run: Path, tmp_path: Path, f
 
 def test_what_says_nothing_or_too_little_is_not_generated_again(run: Path, tmp_path: Path) -> None:
     write(RectifiedFlow(Unet(8, (1,), image_size=8), space=Pixels((3, 8, 8))), tmp_path / "other")
+    write(MeanFlow(Unet(8, (1,), image_size=8), space=Pixels((3, 8, 8))), tmp_path / "map")
     made = ["--checkpoint", run, "--num_samples", 2, "--steps", 1]
     draw(*made, "--output_dir", tmp_path / "made")
     draw(*made, "--output_dir", tmp_path / "plain", "--no_metadata")
@@ -111,6 +116,7 @@ def test_what_says_nothing_or_too_little_is_not_generated_again(run: Path, tmp_p
         (run, "made/00000.png --seed 2", "--like and --seed exclude each other: pass one"),
         (run, "made/00000.png --solver heun", "--like and --solver exclude each other: pass one"),
         (tmp_path / "other", "made/00000.png", "and another model generated this one"),
+        (tmp_path / "map", "made/00000.png", "and another model generated this one"),
     ):
         assert_refused("sample.py", 1, f"--checkpoint {checkpoint_} --like {tmp_path}/{like}", words)
 
@@ -327,3 +333,14 @@ def test_a_reader_that_leaves_after_a_line_ends_no_sampling(run: Path, tmp_path:
     os.close(start)
     assert (done.returncode, b"Error" in done.stderr) == (0, False)
     assert (tmp_path / "made/00001.png").exists()
+
+
+def test_each_result_of_a_picture_has_the_next_value_of_a_condition() -> None:
+    flow = RectifiedFlow(Unet(8, (1,), conditions={"labels": Labels(2, ("a", "b"))}, image_size=8))
+    request = SampleRequest(Names(["p00", "p01"], 2), {"conditions": {}})
+    written = with_texts(request, {"labels": ["a", "b"]}, flow, 2)
+    found = list(zip(written.names.numbered(0), written.texts["labels"], strict=True))
+    assert found == [("p00-1", "a"), ("p01-1", "b"), ("p00-2", "b"), ("p01-2", "a")]
+    assert written.options["conditions"]["labels"].tolist() == [0, 1, 1, 0]
+    with pytest.raises(UsageError, match=r"^3 values of labels are given, and --from_images has 2 results: pass"):
+        with_texts(replace(request, names=Names(["p00", "p01"], 1)), {"labels": ["a", "b", "a"]}, flow, 1)
