@@ -21,7 +21,7 @@ from rectified_flow.flows.flow import SOURCE, Flow, sampling_defaults
 from rectified_flow.flows.flow_map import DistilledFlow
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
-from rectified_flow.flows.solvers import AUTOGUIDANCE, Guidance
+from rectified_flow.flows.solvers import AUTOGUIDANCE, AUTOGUIDED, NO_GUIDANCE, Guidance
 from rectified_flow.flows.times import TimeDistribution
 from rectified_flow.load import Trained, model_hash, read_trained
 from rectified_flow.networks.network import Network, checkpoint_gradients, to_device
@@ -139,7 +139,9 @@ def _autoguidance(config: SamplingConfig, scale: float, trained: Trained, state:
         remedy = "move it away, or pass --autoguidance 1"
         raise UsageError(f"--autoguidance: {path} differs from {source} in kind, shape or conditions: {remedy}")
     velocity = to_device(early, state.device, config.model.mixed_precision).exact_velocity
-    return replace(guidance_of(config.solver, flow), autoguidance=scale, earlier=velocity)
+    guidance = replace(guidance_of(config.solver, flow), autoguidance=scale, earlier=velocity)
+    is_alone = guidance.scale == 1 and not guidance.scales and config.solver.guidance_interval is None
+    return replace(guidance, interval=AUTOGUIDED) if is_alone else guidance
 
 
 def guidance_of(flags: SolverConfig, flow: Flow) -> Guidance:
@@ -147,7 +149,7 @@ def guidance_of(flags: SolverConfig, flow: Flow) -> Guidance:
     scale = flags.guidance_scale
     if scale is None:
         scale = 1.0 if flags.guidance else flow.default_guidance
-    low, high = sorted(flags.guidance_interval)
+    low, high = sorted(flags.guidance_interval or NO_GUIDANCE.interval)
     known = chosen(flow.conditions)
     scales = {condition_among(known, name): each for name, each in flags.guidance_scales.items()}
     return Guidance(scale, (low, high), scales)

@@ -113,7 +113,8 @@ def check_fits(trained: Trained, dataset: RealData, state: PartialState, flag: s
 def _settings(config: EvaluateConfig, trained: Trained, options: Document, state: PartialState) -> Document:
     """Return the settings of the samples that must match for two results to be comparable."""
     solver, scale = config.solver, guidance_of(config.solver, trained.flow).scale
-    autoguidance = options.get("guidance", NO_GUIDANCE).autoguidance
+    guidance = options.get("guidance", NO_GUIDANCE)
+    autoguidance = guidance.autoguidance
     settings: Document = {
         "checkpoint": str(trained.source),
         "weights": trained.weights,
@@ -121,6 +122,7 @@ def _settings(config: EvaluateConfig, trained: Trained, options: Document, state
     }
     settings |= plain(solver) | {"solver": solver.solver or "default", "guidance_scale": scale}
     settings |= {"time_grid": grid_name(trained.flow, options), "autoguidance": autoguidance}
+    settings |= {"guidance_interval": list(guidance.interval)}
     settings |= {"mixed_precision": config.model.mixed_precision}
     if autoguidance != 1:
         settings["early_checkpoint"] = str(on_main(state, lambda: checkpoint.early_of(trained.source)))

@@ -57,7 +57,11 @@ class SolverConfig(Flags):
     """Guidance scales of single conditions beside --guidance_scale, such as category=2 text=3."""
     autoguidance: Annotated[NonNegative | None, default_is("1.5 for runs on 400 items or more, else 1")] = None
     """Autoguidance scale of a rectified flow, away from an early checkpoint of its run; doubles the network calls."""
-    guidance_interval: Annotated[tuple[float, float], flag(needs="guidance_scale guidance autoguidance")] = (0.0, 1.0)
+    guidance_interval: Annotated[
+        tuple[float, float] | None,
+        flag(needs="guidance_scale guidance autoguidance"),
+        default_is("0 0.9 for autoguidance alone, else 0 1"),
+    ] = None
     """Noise levels between which guidance is applied."""
 
     @property
