@@ -68,6 +68,8 @@ _NEEDS: dict[object, tuple[str, ...]] = {}
 _COMPLETING: list[Callable[[], object]] = []
 """Functions that import what a name may stand for; see :func:`before_lookup`."""
 _Plain = bool | int | float | str | None
+_MAPPING = "mapping"
+"""The kind of a mapping with a key ``kind``, which would otherwise be taken for the description of an object."""
 
 
 @overload
@@ -187,6 +189,8 @@ def describe(value: object) -> Document:
     for name in parameters_of(type(value)):
         if not hasattr(value, name):
             raise UsageError(f"{kind}.{name} does not exist: keep each constructor argument in an attribute")
+        if name == "kind":
+            raise UsageError(f"{kind}.kind has the name under which a checkpoint keeps the class: rename the argument")
         arguments[name] = as_plain(getattr(value, name), f"{kind}.{name}")
     return {"kind": kind} | arguments
 
@@ -232,16 +236,20 @@ def as_plain(value: object, name: str) -> object:
     if isinstance(value, list | tuple):
         return [as_plain(each, name) for each in value]
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {key: as_plain(each, name) for key, each in value.items()}
+        items = {key: as_plain(each, name) for key, each in value.items()}
+        return {"kind": _MAPPING, "items": items} if "kind" in items else items
     raise UsageError(f"{name} is a {type(value).__name__}, neither plain data nor of a registered class")
 
 
 def _built(value: object) -> object:
     if isinstance(value, list):
         return tuple(_built(each) for each in value)
-    if isinstance(value, Mapping):
-        return build(value) if "kind" in value else {key: _built(each) for key, each in value.items()}
-    return value
+    if not isinstance(value, Mapping):
+        return value
+    items = value.get("items") if value.get("kind") == _MAPPING else None
+    if "kind" in value and not isinstance(items, Mapping):
+        return build(value)
+    return {key: _built(each) for key, each in (value if items is None else items).items()}
 
 
 def _source(target: Callable[..., object]) -> tuple[str, str | None]:

@@ -73,6 +73,24 @@ def test_kinds_in_mappings_and_plain_data_come_back() -> None:
     assert there_and_back(Car(wheels)).wheels == wheels
 
 
+@pytest.mark.parametrize(
+    "wheels",
+    [{"kind": "steel"}, {"kind": Wheel(3), "items": (1,)}, {"a": {"kind": "Wheel"}}, {"kind": "mapping", "items": {}}],
+)
+def test_mappings_with_the_key_kind_come_back(wheels: Any) -> None:
+    assert there_and_back(Car(wheels)).wheels == wheels
+
+
+def test_an_argument_called_kind_is_refused() -> None:
+    @register
+    class Kindly:
+        def __init__(self, kind: str) -> None:
+            self.kind = kind
+
+    with pytest.raises(UsageError, match=r"^Kindly\.kind has the name under which .*: rename the argument"):
+        describe(Kindly("good"))
+
+
 def test_a_kind_without_a_constructor_has_that_of_its_base() -> None:
     register(Lorry)
     back = there_and_back(Lorry((Wheel(),), speed=3.0))
