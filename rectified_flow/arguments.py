@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Val
 from contextlib import suppress
 from functools import cache, wraps
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from rectified_flow.errors import LONGEST, UsageError, quoted
 
@@ -109,13 +110,21 @@ def annotated_parameters(function: Callable[..., object]) -> tuple[inspect.Param
 
 
 def as_described(value: object, hint: object) -> object:
-    """Return a value as it comes back from a description: sequences as tuples, scalars as numbers, and paths."""
+    """Return a value as it comes back from a description: scalars as numbers, paths, and sequences.
+
+    Sequences are tuples, except where the annotation ``hint`` asks for a list.
+    """
     if isinstance(value, Mapping) and not isinstance(value, dict):
         return dict(value)
-    if isinstance(value, list | tuple | KeysView | ValuesView):
-        return tuple(as_described(each, object) for each in value)
     expected = get_args(hint)[0] if get_origin(hint) is Annotated else hint
-    if isinstance(value, str) and Path in (expected, *get_args(expected)):
+    allowed = get_args(expected) if get_origin(expected) in (Union, UnionType) else (expected,)
+    if isinstance(value, list | tuple | KeysView | ValuesView):
+        for each in allowed:
+            if list in (each, get_origin(each)):
+                [of_items] = get_args(each) or (object,)
+                return [as_described(item, of_items) for item in value]
+        return tuple(as_described(each, object) for each in value)
+    if isinstance(value, str) and Path in allowed:
         return Path(value)  # a description holds a path as text
     return plain_number(value)
 

@@ -196,7 +196,7 @@ def describe(value: object) -> Document:
 
 
 def build(description: Mapping[str, object]) -> Any:
-    """Build the object that :func:`describe` described; lists become tuples."""
+    """Build the object that :func:`describe` described; lists become tuples, unless the annotation is a list."""
     name = str(description.get("kind"))
     _complete()
     kind = _REGISTERED[None].get(name)
@@ -211,12 +211,11 @@ def build(description: Mapping[str, object]) -> Any:
 
 def _as_described(kind: type, arguments: Mapping[str, object]) -> Mapping[str, object]:
     """Return arguments as the constructor of a class takes them."""
-    if not _is_own(kind):
-        return arguments
-    parameters = parameters_of(kind)
-    if unknown := arguments.keys() - parameters.keys():
+    hints = {name: each.annotation for name, each in parameters_of(kind).items()}
+    unknown = arguments.keys() - hints.keys()
+    if unknown and _is_own(kind):  # the constructor of a user's class refuses them itself
         raise UsageError(f"it has no argument {min(unknown)!r}; upgrade if a newer version wrote the description")
-    return {name: as_described(value, parameters[name].annotation) for name, value in arguments.items()}
+    return {name: as_described(value, hints.get(name, object)) for name, value in arguments.items()}
 
 
 def _is_own(kind: type) -> bool:

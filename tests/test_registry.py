@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -290,6 +291,21 @@ def test_a_constructor_of_the_package_checks_its_arguments(
     with pytest.raises(UsageError, match=f"`{name}` is {value}; it must {requirement}"):
         kind(nn.Identity(), **{name: value})
     assert kind(nn.Identity(), condition_dropout=0.5).condition_dropout == 0.5
+
+
+class Listed:
+    """A class of one's own, with lists."""
+
+    def __init__(
+        self, sizes: list[int], more: list[list[int]] | None = None, rest: Sequence[int] = (), place: Path | None = None
+    ) -> None:
+        self.sizes, self.more, self.rest, self.place = sizes, more, rest, place
+
+
+def test_lists_of_a_users_class_come_back_as_lists() -> None:
+    register(Listed)
+    listed = Listed([1, 2], [[3], []], (4, 5), Path("a"))
+    assert vars(there_and_back(listed)) == vars(listed)
 
 
 def test_the_constructor_of_a_users_class_is_not_checked() -> None:
