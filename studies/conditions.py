@@ -17,7 +17,6 @@ from torchvision.utils import save_image
 
 from rectified_flow import Evaluator, ImageDataset, Pixels, RectifiedFlow
 from rectified_flow.data.description import Columns, PictureData
-from rectified_flow.evaluation import scores  # noqa: F401 -- it registers its score
 from rectified_flow.evaluation.evaluator import Comparison, conditions_of
 from rectified_flow.flows.flow import sample_batches
 from rectified_flow.flows.solvers import Guidance

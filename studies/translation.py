@@ -18,7 +18,6 @@ from torchvision.utils import save_image
 from rectified_flow import Evaluator, Pixels, RectifiedFlow, register
 from rectified_flow.condition import Picture
 from rectified_flow.data.degraded import Degraded
-from rectified_flow.evaluation import scores  # noqa: F401 -- it registers its score
 from rectified_flow.evaluation.evaluator import Comparison, render_sources
 from rectified_flow.flows.flow import SOURCE, Flow, sample_batches
 from rectified_flow.flows.times import LogitNormal

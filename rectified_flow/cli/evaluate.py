@@ -16,7 +16,6 @@ from rectified_flow.data.open import Pictures
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.distributed import check_equal, on_main
 from rectified_flow.errors import UsageError
-from rectified_flow.evaluation import scores  # noqa: F401 -- it registers scores
 from rectified_flow.evaluation.evaluator import Comparison, Evaluator, suited
 from rectified_flow.evaluation.features import RealData, RenderedItems, coloured_like_samples
 from rectified_flow.evaluation.heldout import HeldOutPictures, divided

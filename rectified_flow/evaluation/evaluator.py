@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
+from importlib import import_module
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,12 +25,13 @@ from rectified_flow.evaluation.features import (
     stored_batch,
 )
 from rectified_flow.flows.flow import SOURCE, Flow, sample_batches
-from rectified_flow.registry import Document, find, names
+from rectified_flow.registry import Document, before_lookup, find, names
 from rectified_flow.spaces.medium import Medium
 
 METRICS = ("frechet", "kernel", "copies")  # the metrics that cost little
 SHOWN, NEIGHBOURS_SHOWN = 8, 5
 AT_ONCE = 64  # number of sources that are read at once
+before_lookup(partial(import_module, "rectified_flow.evaluation.scores"))  # it imports this module
 
 
 class Evaluator:

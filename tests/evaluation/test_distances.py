@@ -1,6 +1,9 @@
 """Tests of distances between sets of features against closed forms, and of the cache of features."""
 
+import sys
 from pathlib import Path
+from subprocess import run
+from textwrap import dedent
 
 import numpy as np
 import pytest
@@ -128,6 +131,16 @@ def test_what_is_missing_and_what_is_wrong_are_told_apart() -> None:
 def test_nearest_neighbours() -> None:
     real = torch.tensor([[0.0], [10.0], [11.0], [30.0]])
     assert nearest(torch.tensor([[10.4], [29.0]]), real, 2).tolist() == [[1, 2], [3, 2]]
+
+
+def test_an_evaluator_knows_the_scores_of_the_package() -> None:
+    """In a process of its own, since other tests import the module of the scores."""
+    code = """
+        from rectified_flow import Evaluator
+        print(Evaluator([0], "inception", num_samples=1, metrics=["likelihood", "agreement"]).scores)
+    """
+    done = run([sys.executable, "-c", dedent(code)], capture_output=True, text=True, check=False)
+    assert "<function likelihood" in done.stdout, done.stderr
 
 
 def test_colours_are_means_of_fields() -> None:
