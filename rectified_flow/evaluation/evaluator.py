@@ -40,7 +40,8 @@ class Evaluator:
     Every process must call the same methods in the same order.
 
     Args:
-        dataset: the training data: pictures, or the items of another dataset, which the flow's space renders.
+        dataset: the training data: pictures, or the items of another dataset as :class:`RenderedItems
+            <rectified_flow.evaluation.features.RenderedItems>`, which the flow's space renders.
         feature_network: the network whose features are compared.
         num_samples: samples to generate for each comparison.
         seed: seed of the samples, and of the subsets of the kernel distance.

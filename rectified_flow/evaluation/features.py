@@ -13,6 +13,7 @@ from accelerate import PartialState
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from rectified_flow.arguments import checked
 from rectified_flow.condition import ConditionSpecs
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.data.stream import Batch, Batches, fingerprint_of
@@ -66,9 +67,10 @@ def in_batches(numbers: Sequence[int], size: int, doing: str) -> Iterator[Sequen
             bar.update(len(some))
 
 
-def load_features(name: FeatureNetwork, device: torch.device) -> Features:
+@checked
+def load_features(feature_network: FeatureNetwork, device: torch.device) -> Features:
     """Load a feature network on ``device``."""
-    return {"inception": _inception, "efficientnet_lite0": _efficientnet_lite0}[name](device)
+    return {"inception": _inception, "efficientnet_lite0": _efficientnet_lite0}[feature_network](device)
 
 
 def average_colours() -> Features:

@@ -12,8 +12,9 @@ unbiased, and costs one vector-Jacobian product.
 A picture has 256 levels, and the density is that of continuous values, so each value is drawn uniformly within its
 level (Theis et al. 2015, arXiv:1511.01844). The mean over such draws is at most the logarithm of the probability that
 the flow gives to the 8-bit picture. Its negative is therefore an upper bound, in the unit of published figures.
-:func:`rectified_flow.spaces.space.dequantised` draws within levels, and returns the change of volume. For
-floating-point data, the density itself is used.
+:func:`rectified_flow.spaces.space.dequantised` draws within levels, and returns the change of volume.
+Floating-point pictures are treated like those of 256 levels. For floating-point measurements, the density itself is
+used.
 """
 
 from collections.abc import Callable, Sequence

@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 from subprocess import run
 from textwrap import dedent
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 from rectified_flow.data.sources.synthetic_flowers import SyntheticFlowers
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.data.store_writer import open_store
+from rectified_flow.errors import UsageError
 from rectified_flow.evaluation import distances
 from rectified_flow.evaluation.distances import (
     frechet_distance,
@@ -23,6 +25,7 @@ from rectified_flow.evaluation.distances import (
     precision_and_recall,
     share_of_copies,
 )
+from rectified_flow.evaluation.evaluator import Evaluator
 from rectified_flow.evaluation.features import Features, average_colours, reference_features
 from tests.programs import frechet_of_few
 
@@ -141,6 +144,12 @@ def test_an_evaluator_knows_the_scores_of_the_package() -> None:
     """
     done = run([sys.executable, "-c", dedent(code)], capture_output=True, text=True, check=False)
     assert "<function likelihood" in done.stdout, done.stderr
+
+
+def test_a_feature_network_that_does_not_exist_is_refused() -> None:
+    data: Any = [0]
+    with pytest.raises(UsageError, match="`feature_network` is vgg; it must be 'inception' or 'efficientnet_lite0'"):
+        Evaluator(data, "vgg", num_samples=1)  # type: ignore[arg-type]
 
 
 def test_colours_are_means_of_fields() -> None:
