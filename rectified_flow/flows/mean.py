@@ -16,6 +16,7 @@ from torch.func import jvp
 from typing_extensions import override
 
 from rectified_flow.condition import Values, all_none, chosen, none_of
+from rectified_flow.errors import UsageError, first_line
 from rectified_flow.flows import ObjectiveName, Share
 from rectified_flow.flows.flow import FLOW_NEEDS, expand
 from rectified_flow.flows.flow_map import FlowMap
@@ -71,13 +72,23 @@ class MeanFlow(FlowMap):
 
         The first ``mean_fraction`` of the rows gets ``r < t``: the same count on every rank, and, as ranks hold
         strided rows of the global batch, the same rows on any number of them if that count is a whole number.
+
+        Raises:
+            UsageError: if the network has an operation without a forward-mode derivative, such as fused attention.
         """
         x_0, noise, conditions = self.draw_batch(batch)
         t = self.time_distribution.draw(len(x_0), x_0.device)
         earlier = self.earlier_distribution.draw(len(x_0), x_0.device, "earlier time")
         count = self.rows_of(self.mean_fraction, len(x_0))
         r = torch.cat((torch.minimum(earlier[:count], t[:count]), t[count:]))
-        loss, mean_square = self.loss(x_0, noise, t, r, conditions, count)
+        try:
+            loss, mean_square = self.loss(x_0, noise, t, r, conditions, count)
+        except NotImplementedError as error:
+            if "forward AD" not in str(error):
+                raise
+            name, found = type(self.network).__name__, first_line(error).rstrip(".")
+            remedy = "write attention as matmul and softmax, or call it inside sdpa_kernel(SDPBackend.MATH)"
+            raise UsageError(f"`network` {name} has no forward-mode derivative ({found}): {remedy}") from error
         self.logged = {"unweighted_loss": mean_square}
         return loss
 

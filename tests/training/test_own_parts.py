@@ -1,6 +1,7 @@
 """Tests of custom flows, networks, optimizers and schedules, frozen parameters, and weights in half precision."""
 
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.errors import UsageError
@@ -370,6 +373,27 @@ def test_a_network_that_returns_another_shape_is_refused(
     sentence = r"OneChannel returns \(\d+, 1, 8, 8\) for x of \(\d+, 3, 8, 8\): return the shape of x"
     with pytest.raises(UsageError, match=sentence):
         Trainer(kind(OneChannel()), flowers, tiny_config(tmp_path))
+
+
+class Attending(nn.Module):
+    """A network whose attention has no forward-mode derivative."""
+
+    def __init__(self, *backends: SDPBackend) -> None:
+        super().__init__()
+        self.backends, self.layer = list(backends), nn.Conv2d(3, 3, 1)
+
+    def forward(self, x: Tensor, t: Tensor, r: Tensor) -> Tensor:
+        rows = self.layer(x).flatten(2).mT[:, None].contiguous()
+        with sdpa_kernel(self.backends) if self.backends else nullcontext():
+            return scaled_dot_product_attention(rows, rows, rows)[:, 0].mT.reshape(x.shape)
+
+
+def test_mean_flow_refuses_fused_attention_before_the_run_begins(tmp_path: Path, flowers: ImageDataset) -> None:
+    config = tiny_config(tmp_path / "run")
+    with pytest.raises(UsageError, match=r"^`network` Attending has no forward-mode derivative \(Trying .*sdpa_kernel"):
+        Trainer(MeanFlow(Attending()), flowers, config)
+    assert not config.output_dir.exists()
+    assert MeanFlow(Attending(SDPBackend.MATH))(images=torch.rand(4, 3, 8, 8)).isfinite()
 
 
 def test_the_name_of_an_optimizer_belongs_to_the_config(tmp_path: Path, flowers: ImageDataset) -> None:
