@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from rectified_flow import randomness
 from rectified_flow.condition import Values
+from rectified_flow.errors import UsageError
 from rectified_flow.registry import register
 from rectified_flow.spaces.augmentation import augmented
 from rectified_flow.spaces.pictures import Pictures, to_uint8
@@ -31,6 +32,9 @@ class Pixels(Space):
         horizontal_flip: mirror half of the training pictures.
         augmentation: probability of each change to a training picture (:mod:`rectified_flow.spaces.augmentation`),
             which the network takes as a condition; 0 for none.
+
+    Raises:
+        UsageError: from :meth:`augment`, if the data are not pictures ``[b, c, h, w]``.
     """
 
     uses = ("augmentation",)
@@ -51,6 +55,9 @@ class Pixels(Space):
 
     @override
     def augment(self, data: Tensor) -> tuple[Tensor, Values]:
+        if data.ndim != 4:
+            found = f"`space` Pixels is for pictures [b, c, h, w], and the data are {list(data.shape)}"
+            raise UsageError(f"{found}: pass items [c, h, w], or a `space` of your own")
         data = cropped(data, self.shape, at_random=True)
         data = mirrored(data) if self.horizontal_flip else data
         if not self.augmentation:

@@ -1,5 +1,7 @@
 """Tests of the space of pixels: encoding, rendering, mirroring and crops; and of degradations."""
 
+import re
+
 import pytest
 import torch
 from torch import Tensor
@@ -38,6 +40,13 @@ def test_half_of_the_images_are_mirrored() -> None:
     assert torch.equal(mirrored, ~kept)
     assert 430 < mirrored.sum() < 570
     assert torch.equal(Pixels().augment(x)[0], x)
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (2, 4, 4), (2, 4, 2, 3, 8)])
+def test_data_that_are_not_pictures_are_refused(shape: tuple[int, ...]) -> None:
+    sentence = f"is for pictures [b, c, h, w], and the data are {list(shape)}: pass items [c, h, w], or a `space` of"
+    with pytest.raises(UsageError, match=re.escape(sentence)):
+        Pixels(horizontal_flip=True).augment(torch.zeros(shape))
 
 
 @pytest.mark.parametrize(
