@@ -14,6 +14,7 @@ GREY, RGB, RGBA = 1, 3, 4
 MODES = {GREY: "L", RGB: "RGB", RGBA: "RGBA"}
 """Pillow's mode for pictures by their number of channels."""
 ENTRY = "images"  # the entry of a batch that holds pictures
+ROUNDING = 0.01  # distance beyond [-1, 1] that rounding explains
 
 
 class Pictures(Medium):
@@ -111,7 +112,7 @@ class Pictures(Medium):
         if batch[ENTRY].dtype == torch.uint8:
             return None
         least, most = (float(value) for value in batch[ENTRY].aminmax())
-        if -1 <= least < 0 and most <= 1:
+        if -1 - ROUNDING <= least < 0 and most <= 1 + ROUNDING:
             return None
         return f"images reach from {least:.3g} to {most:.3g}; scale floating-point images to [-1, 1], or store uint8"
 

@@ -54,6 +54,9 @@ def test_data_that_are_not_pictures_are_refused(shape: tuple[int, ...]) -> None:
     [
         (-1.0, 1.0, None),
         (-0.25, 0.5, None),
+        (-1.002, 1.01, None),
+        (-1.02, 1.0, "reach from -1.02 to 1; scale"),
+        (-0.5, 1.02, "reach from -0.5 to 1.02; scale"),
         (0.0, 1.0, "reach from 0 to 1; scale floating-point images to [-1, 1], or store uint8"),
         (0.0, 255.0, "reach from 0 to 255; scale floating-point images to [-1, 1], or store uint8"),
         (-2.5, 0.0, "reach from -2.5 to 0"),
