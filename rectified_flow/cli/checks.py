@@ -16,7 +16,6 @@ from rectified_flow.errors import UsageError
 from rectified_flow.flags import rules_of
 from rectified_flow.flows.flow_map import FlowMap, check_interval
 from rectified_flow.runs.folder import SAMPLES
-from rectified_flow.runs.training_config import TrainingConfig
 from rectified_flow.spaces.space import Space
 from rectified_flow.system.terminal import size_text
 
@@ -46,15 +45,6 @@ def check_flags(values: TrainConfig, given: Collection[str]) -> None:
     if one_step or is_map:
         check_interval(network.target)
     check_source(values.source)
-
-
-def warm_up_note(run: TrainingConfig) -> str | None:
-    """Return a sentence if the learning rate of a run never reaches its peak, else None."""
-    warm_up, steps = run.lr_warmup_steps, run.train_num_steps
-    if steps is None or warm_up <= steps:
-        return None
-    share = f"only {steps / warm_up:.0%} of --learning_rate in {steps:,} steps"
-    return f"--lr_warmup_steps {warm_up:,} reaches {share}: pass fewer"
 
 
 def check_items(changed: Collection[str], dataset: str) -> None:

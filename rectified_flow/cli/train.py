@@ -19,7 +19,6 @@ from rectified_flow.cli.checks import (
     check_items,
     check_sides,
     check_space,
-    warm_up_note,
 )
 from rectified_flow.cli.data import build_space, find_data, flags_of_files
 from rectified_flow.cli.distill import DistillationData, open_distilled
@@ -46,6 +45,7 @@ from rectified_flow.spaces.space import with_augmentation
 from rectified_flow.system.signals import stop_requested
 from rectified_flow.system.terminal import line, paragraph
 from rectified_flow.training.clock import Clock
+from rectified_flow.training.optimizers import warm_up_note
 from rectified_flow.training.speed import summarize
 from rectified_flow.training.trainer import Trainer, build_accelerator, choose_precision
 
@@ -194,8 +194,6 @@ def train_on(
         words = sentences(data.items, flow.conditions, mirrored=mirrored, augment=values.data.augment)
         pictures = data.divide(data.items)[0] if distilled is None else None
     state.print(paragraph("pictures" if data.description.has_pictures else "items", [*words, *data.choices]))
-    if note := warm_up_note(run):
-        state.print(line("warm-up", note))
     if scale := data.space.medium.summary:
         state.print(line("values", scale))
     if values.program.dry_run:
@@ -204,6 +202,8 @@ def train_on(
         planned = run.total_steps(run.split_batch(state.num_processes), length)
         steps = planned if clock is None else clock.pace(planned).total
         accelerator.print(summarize(run, accelerator, flow, shown, length, steps))
+        if note := warm_up_note(run, steps):
+            accelerator.print(line("warm-up", note))
         if pictures is not None:
             words += data.choices
             write_sheet_of_dry_run(flow, pictures, words, run, mirrored=values.data.horizontal_flip)

@@ -201,3 +201,12 @@ def build_schedule(config: TrainingConfig) -> LrSchedule:
         return rise
 
     return factor
+
+
+def warm_up_note(config: TrainingConfig, steps: int) -> str | None:
+    """Return a sentence if the learning rate of a run of this many steps never reaches its peak, else None."""
+    warm_up = config.lr_warmup_steps
+    if warm_up <= steps:
+        return None
+    share = f"only {steps / warm_up:.0%} of `learning_rate` in {steps:,} steps"
+    return f"`lr_warmup_steps` {warm_up:,} reaches {share}: pass fewer"

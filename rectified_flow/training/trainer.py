@@ -31,7 +31,7 @@ from rectified_flow.system.terminal import duration, line, progress_bar
 from rectified_flow.training.clock import Clock, Pace
 from rectified_flow.training.evaluations import Callback, draw_preview
 from rectified_flow.training.loader import checked, explain_loader_errors, load, paired
-from rectified_flow.training.optimizers import BuildOptimizer, LrSchedule, build_schedule, find_optimizer
+from rectified_flow.training.optimizers import BuildOptimizer, LrSchedule, build_schedule, find_optimizer, warm_up_note
 from rectified_flow.training.speed import Throughput, items_of, summarize
 from rectified_flow.training.stepper import Stepper, TrainingState, constant_average, moved, trained_parameters
 
@@ -126,6 +126,7 @@ class Trainer:
             lambda: self.pace,
             self._report_skipped,
         )
+        self._takes_warm_up = lr_schedule is None
         self.throughput = Throughput()
         self.measured: dict[str, float] = {}
         """Values that callbacks measured last, which are logged with the metrics."""
@@ -241,6 +242,8 @@ class Trainer:
         self.run.print(summarize(self.config, self.accelerator, self.flow, data, self.length, self.total_steps))
         if path is not None:
             self.run.print(line("resume", f"step {self.state.step}, from {path}"))
+        if self._takes_warm_up and (note := warm_up_note(self.config, self.total_steps)):
+            self.run.print(f"warning: {note}")
         self.flow.train()
         batches = self._warm_up_ddp(checked(self._batches(), self.flow, self.run.print))
         distributed.on_main(self.accelerator, self._begin_clock)

@@ -2,6 +2,7 @@
 
 import io
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,6 @@ from accelerate import PartialState
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
-from rectified_flow.cli.checks import warm_up_note
 from rectified_flow.cli.open_data import open_data
 from rectified_flow.cli.training_flags import DataConfig
 from rectified_flow.condition import Labels
@@ -44,14 +44,14 @@ def train_on(dataset: Any, config: TrainingConfig, coupling: Coupling = "indepen
 
 
 def test_a_plain_list_of_pictures(tmp_path: Path) -> None:
-    config = tiny_config(tmp_path, train_num_steps=None, num_epochs=1)
+    config = tiny_config(tmp_path, train_num_steps=None, num_epochs=1, lr_warmup_steps=2)
     [(said, step)] = run_on_ranks(1, train_on, pictures(), config)
     assert step == 3, "40 pictures in batches of 16"
     assert "data        40 items of a list\n" in said
     assert "run         3 steps = 48 images = 1.2 epochs\n" in said
     assert "oxford" not in said + (tmp_path / "config.json").read_text()
     assert "warning" not in said
-    [(said, step)] = run_on_ranks(1, train_on, pictures(), tiny_config(tmp_path, train_num_steps=None, num_epochs=2))
+    [(said, step)] = run_on_ranks(1, train_on, pictures(), replace(config, num_epochs=2))
     assert "resume      step 3" in said
     assert step == 5
 
@@ -60,7 +60,7 @@ def test_a_plain_list_of_pictures(tmp_path: Path) -> None:
 def test_floats_in_another_range_are_told_once(tmp_path: Path, scale: float, offset: float, told: int) -> None:
     values = torch.rand(40, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     values[:, 0, 0, 0], values[:, 0, 0, 1] = 0.0, 1.0  # whichever pictures are in the first batch
-    config = tiny_config(tmp_path, train_num_steps=3, num_samples=0)
+    config = tiny_config(tmp_path, train_num_steps=3, lr_warmup_steps=2, num_samples=0)
     results = run_on_ranks(2, train_on, TensorDataset(scale * values + offset), config)
     said = "".join(text for text, _ in results)
     assert said.count("warning: ") == told
@@ -126,9 +126,3 @@ def test_a_dataset_without_items_is_refused() -> None:
     data: Any = SimpleNamespace(open=lambda _found: [], name="nothing", has_pictures=False)
     with pytest.raises(UsageError, match="--dataset nothing has no items"):
         open_data(data, None, DataConfig(), None, split_is_given=False, stops=False, recorded=None, stores=True)
-
-
-def test_a_warm_up_that_never_ends_is_printed() -> None:
-    assert warm_up_note(TrainingConfig(train_num_steps=200, lr_warmup_steps=200)) is None
-    note = warm_up_note(TrainingConfig(train_num_steps=200))
-    assert note == "--lr_warmup_steps 500 reaches only 40% of --learning_rate in 200 steps: pass fewer"

@@ -25,7 +25,7 @@ def said(folder: Path, dataset: ImageDataset) -> str:
     hook = CopiesHook(dataset, Pixels((3, IMAGE_SIZE, IMAGE_SIZE)).medium)
     preview = patch.object(trainer, "draw_preview", lambda *_: (next(shown), None, None, None))
     with preview, redirect_stdout(StringIO()) as output:
-        train(tiny_config(folder, train_num_steps=2, sample_every=1), dataset, callbacks=[hook])
+        train(tiny_config(folder, train_num_steps=2, lr_warmup_steps=2, sample_every=1), dataset, callbacks=[hook])
     return output.getvalue()
 
 

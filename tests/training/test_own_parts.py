@@ -333,6 +333,16 @@ def test_warm_up_and_decay_in_closed_form() -> None:
     assert falling == sorted(falling, reverse=True)
 
 
+@pytest.mark.parametrize(("warm_up", "own"), [(2, False), (8, False), (8, True)])
+def test_a_warm_up_that_never_ends_is_printed(
+    warm_up: int, own: bool, tmp_path: Path, flowers: ImageDataset, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny_config(tmp_path, train_num_steps=2, lr_warmup_steps=warm_up, num_samples=0)
+    Trainer(Normed(), flowers, config, lr_schedule=(lambda _updates, _total: 1.0) if own else None).train()
+    said = "warning: `lr_warmup_steps` 8 reaches only 25% of `learning_rate` in 2 steps: pass fewer"
+    assert (said in capsys.readouterr().out) == (warm_up > 2 and not own)
+
+
 def refused(config: TrainingConfig, dataset: ImageDataset) -> str:
     with pytest.raises(UsageError) as refusal:
         train(config, dataset)
