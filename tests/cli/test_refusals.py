@@ -210,7 +210,7 @@ REFUSALS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("--checkpoint {mean_flow.one} --guidance_scale 2", "is guided in training"),
         ("--checkpoint {mean_flow.one} --solver heun", "--solver has no effect"),
         ("--checkpoint {mean_flow.one} --autoguidance 2", "--autoguidance has no effect"),
-        ("--checkpoint {pictures.one} --classes cat", "was trained without such a condition"),
+        ("--checkpoint {pictures.one} --classes cat", "conditions are none; train with --use_cfg or --condition_on"),
     ],
     (EVALUATE, f"--checkpoint {{labels.one}} {OUTPUT}"): [
         ("--checkpoint {tmp}", "there is no checkpoint at"),
