@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rectified_flow import randomness
+from rectified_flow.arguments import fitting
 from rectified_flow.condition import ConditionSpecs, Picture, Values, check_values, drop
-from rectified_flow.errors import UsageError
+from rectified_flow.errors import UsageError, quoted
 from rectified_flow.flows import Coupling, Share, TimeGrid
 from rectified_flow.flows.couplings import CANDIDATES, nearest_candidate, optimal_pairs, squared_distances
 from rectified_flow.flows.solvers import Inpaint
@@ -259,16 +260,26 @@ class Flow(nn.Module):
             strength: the time to start at, with ``start``.
 
         Raises:
-            UsageError: if neither ``noise`` nor the space has a shape, a value of a condition does not exist,
-                ``strength`` has no ``start``, the ``start`` has another shape than ``x``, or a flow from sources has no
-                ``source``.
+            UsageError: if neither ``noise`` nor the space has a shape, a value of a condition does not exist or is no
+                tensor, the numbers of rows differ, ``strength`` has no ``start``, the ``start`` has another shape than
+                ``x``, or a flow from sources has no ``source``.
         """
+        for name, value in conditions.items():
+            if name not in (*self.conditions, SOURCE) and not torch.is_tensor(value):
+                unknown = f"{type(self).__name__}.sample has no argument `{name}`, and the network no such condition"
+                raise UsageError(f"{unknown}: leave it out")
+            fitting(quoted(name), [value], Tensor, strict=True)
         if start is None and strength != 1:
             raise UsageError("`strength` needs `start`: pass the data to start from")
         if self.from_source and SOURCE not in conditions:
             raise UsageError("the flow translates data: pass `source`, the data [b, ...] to translate")
         check_values(self.conditions, conditions)
-        count = next((len(given) for given in (start, noise, *conditions.values()) if given is not None), count)
+        tensors = {"start": start, "noise": noise, **conditions}
+        rows = {name: len(each) for name, each in tensors.items() if each is not None}
+        if len(set(rows.values())) > 1:
+            found = ", ".join(f"`{name}` has {number} row{'s' * (number != 1)}" for name, number in rows.items())
+            raise UsageError(f"{found}: pass the same number of rows of each")
+        count = next(iter(rows.values()), count)
         if noise is None:
             if self.space.shape is None:
                 raise UsageError("the flow does not know the shape of its data: give noise, or a space with a shape")
@@ -301,11 +312,20 @@ class Flow(nn.Module):
             mask: bool ``[b, 1, h, w]``, true where data are generated. Unknown values of ``start`` are generated, too.
             x: the start of sampling ``[b, ...]``, at the time ``strength``.
             strength: the time of ``x``.
+
+        Raises:
+            UsageError: if the mask is not bool, or has other sides than ``x`` and the pictures of the space.
         """
         if mask is None:
             return None
         if start is None:
             raise UsageError("`mask` needs `start`: pass the data to keep")
+        sides = dict.fromkeys((tuple(self.space.medium.sides), tuple(x.shape[-2:])))
+        rows = [1, len(x)] if mask.ndim == x.ndim else [len(mask)]
+        if mask.dtype != torch.bool or tuple(mask.shape[-2:]) not in sides or len(mask) not in rows:
+            wanted = (len(x), 1, *next(each for each in sides if any(each)))
+            found = f"`mask` is {mask.dtype} {tuple(mask.shape)}"
+            raise UsageError(f"{found}: pass torch.bool {wanted}, true where data are generated")
         known, generated = self.space.encode(start).to(x.device), mask.to(x.device)
         if generated.shape[-2:] != x.shape[-2:]:  # latents have smaller sides
             generated = F.adaptive_max_pool2d(generated.float(), x.shape[-2:]) > 0

@@ -100,7 +100,7 @@ class FlowMap(Flow):
         mask: Tensor | None = None,
         noise: Tensor | None = None,
         watch: Watch | None = None,
-        **conditions: Tensor,
+        **conditions: Any,
     ) -> Tensor:
         """Generate data as the space decodes them, with one network call per step.
 
@@ -113,7 +113,7 @@ class FlowMap(Flow):
             mask: bool ``[b, 1, h, w]``, true where data are generated; the rest is that of ``start``.
             noise: ``[b, ...]``, standard normal; drawn if not given.
             watch: called with time and ``x`` at the start and after each interval.
-            conditions: values by name ``[b, ...]``; labels that are not given are drawn uniformly.
+            conditions: tensors of values by name ``[b, ...]``; labels that are not given are drawn uniformly.
 
         Raises:
             UsageError: if an argument makes no sense.

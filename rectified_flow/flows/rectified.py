@@ -112,7 +112,7 @@ class RectifiedFlow(Flow):
         noise: Tensor | None = None,
         watch: Watch | None = None,
         decode: bool = True,
-        **conditions: Tensor,
+        **conditions: Any,
     ) -> Tensor:
         """Generate data as the space decodes them; with :class:`Pixels` float32 ``[b, c, h, w]`` in [0, 1].
 
@@ -128,7 +128,7 @@ class RectifiedFlow(Flow):
             noise: ``[b, ...]``, standard normal; drawn if not given.
             watch: called with time and ``x`` at the start and after each interval.
             decode: decode the samples; if False, return ``x``.
-            conditions: values by name ``[b, ...]``; labels that are not given are drawn uniformly.
+            conditions: tensors of values by name ``[b, ...]``; labels that are not given are drawn uniformly.
 
         Raises:
             ValueError: if an argument makes no sense, guidance has no conditions to work with, or the solver renews

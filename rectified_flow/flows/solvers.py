@@ -225,7 +225,12 @@ def guided(predict: Callable[..., Tensor], kinds: ConditionSpecs, conditions: Va
     Raises:
         ValueError: if guidance is used without conditions, or a scale names an unknown condition.
     """
-    free = chosen(kinds).keys() & conditions.keys()
+    known = chosen(kinds)
+    for name in guidance.scales:
+        if name not in known:
+            remedy = f"pass {', '.join(known) or 'none'}"
+            raise UsageError(f"`scales` of Guidance has {name}, which is not a condition of the network: {remedy}")
+    free = known.keys() & conditions.keys()
     groups = [(guidance.scale, free), *((scale, {name}) for name, scale in guidance.scales.items())]
     groups = [(scale, names) for scale, names in groups if scale != 1]
     if any(not names or not names <= free for _, names in groups):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rectified_flow.condition import ConditionSpecs, Labels, Number
+from rectified_flow.errors import UsageError
 from rectified_flow.flows import Solver, TimeGrid
 from rectified_flow.flows.solvers import CALLS_PER_STEP, Guidance, guided, integrate
 from rectified_flow.flows.times import time_grid
@@ -275,6 +276,7 @@ def test_each_condition_has_a_scale_of_its_own() -> None:
     conditions["place"] = torch.tensor([torch.nan])
     assert at(Guidance(2.0, scales={"place": 5.0})) == 9 + 2 * (2 - 9)
     assert calls[4:] == [2], 'a scale adds no rows if its condition is "none"'
-    for guidance, given in ((Guidance(scales={"colour": 2.0}), conditions), (Guidance(2), {})):
-        with pytest.raises(ValueError, match="needs a network that takes conditions"):
-            guided(field, kinds, given, guidance)
+    with pytest.raises(UsageError, match=r"`scales` of Guidance has colour, which .*: pass labels, place"):
+        guided(field, kinds, conditions, Guidance(scales={"colour": 2.0}))
+    with pytest.raises(ValueError, match="needs a network that takes conditions"):
+        guided(field, kinds, {}, Guidance(2))
