@@ -214,23 +214,25 @@ def test_autoguidance_by_the_early_checkpoint(run: Path, tmp_path: Path, capfd: 
     flags = ["--num_samples", 3, "--steps", 2, "--classes", "cat", "--time_grid", "edm", "--checkpoint"]
     draw(*flags, folder, "--autoguidance", 1, "--output_dir", tmp_path / "plain")
     draw(*flags, folder, "--output_dir", tmp_path / "default")
-    assert "autoguidance 1.5\n" in capfd.readouterr().out
-    draw(*flags, folder, "--autoguidance", 1.5, "--output_dir", tmp_path / "given")
+    assert "guidance_interval (0.0, 0.9), autoguidance 2.5\n" in capfd.readouterr().out
+    given = ("--autoguidance", 2.5, "--guidance_interval", 0, 0.9)
+    draw(*flags, folder, *given, "--output_dir", tmp_path / "given")
     assert np.array_equal(pictures(tmp_path / "default")["00000.png"], pictures(tmp_path / "given")["00000.png"])
     draw("--num_samples", 1, "--steps", 2, "--checkpoint", folder, "--output_dir", tmp_path / "grid")
     assert read_provenance(tmp_path / "grid/00000.png").time_grid == "edm"
     again = ("--checkpoint", folder, "--like", tmp_path / "grid/00000.png", "--save_pretrained", tmp_path / "repeated")
     draw(*again, "--output_dir", tmp_path / "again")
-    assert read_provenance(next((tmp_path / "again").glob("0*.png"))).autoguidance == 1.5
+    assert read_provenance(next((tmp_path / "again").glob("0*.png"))).autoguidance == 2.5
     draw(*flags, folder, "--save_pretrained", tmp_path / "model", "--output_dir", tmp_path / "saved")
     assert np.array_equal(pictures(tmp_path / "saved")["00000.png"], pictures(tmp_path / "plain")["00000.png"])
     capfd.readouterr()
-    draw(*flags, folder, "--autoguidance", 2, "--output_dir", tmp_path / "one")
+    always = ("--autoguidance", 2, "--guidance_interval", 0, 1)
+    draw(*flags, folder, *always, "--output_dir", tmp_path / "one")
     told = capfd.readouterr().out
     assert "2 of the network for each picture, beside those of the early checkpoint's network" in told
     assert "autoguidance 2.0\n" in told
     assert "step_00000010\n" in told
-    run_on_ranks(2, draw, *flags, folder, "--autoguidance", 2, "--output_dir", tmp_path / "two")
+    run_on_ranks(2, draw, *flags, folder, *always, "--output_dir", tmp_path / "two")
     draw(*flags, folder / "checkpoints/step_00000010", "--output_dir", tmp_path / "early")
     never = ("--guidance_interval", 0.8, 0.9)  # between the times 1 and 0.72 of two steps
     draw(*flags, folder, "--autoguidance", 2, *never, "--output_dir", tmp_path / "never")
