@@ -79,14 +79,14 @@ def open_trained(config: SamplingConfig, like: str | None = None) -> tuple[Parti
     if scale is None:
         is_plain = type(flow).sample is RectifiedFlow.sample and not flow.takes_source and not trained.is_taught
         is_plain = is_plain and "guidance" not in options
-        scale = on_main(state, lambda: default_autoguidance(trained.source, is_plain=is_plain))
+        scale = AUTOGUIDANCE if on_main(state, lambda: autoguides(trained.source, is_plain=is_plain)) else 1.0
     if scale != 1:  # with it, the grid edm is better on pixels, too
         options = {"grid": "edm"} | options | {"guidance": _autoguidance(config, scale, trained, state)}
     return state, trained, options
 
 
-def default_autoguidance(source: Path, *, is_plain: bool) -> float:
-    """Return the scale of autoguidance by default: 1 without an intact early checkpoint. Call in one process only.
+def autoguides(source: Path, *, is_plain: bool) -> bool:
+    """Return whether autoguidance is the default: it needs an intact early checkpoint. Call in one process only.
 
     Args:
         source: the checkpoint.
@@ -94,8 +94,8 @@ def default_autoguidance(source: Path, *, is_plain: bool) -> float:
     """
     early = checkpoint.intact_early_of(source) if is_plain else None
     if early is None or not (source / checkpoint.STATE_FILE).exists():
-        return 1.0
-    return AUTOGUIDANCE if checkpoint.load_state(source).items >= LEAST_AUTOGUIDED else 1.0
+        return False
+    return checkpoint.load_state(source).items >= LEAST_AUTOGUIDED
 
 
 def load_trained(model: ModelConfig, state: PartialState) -> Trained:

@@ -21,7 +21,7 @@ from rectified_flow.evaluation.heldout import divided
 from rectified_flow.flows import Solver, TimeGrid
 from rectified_flow.flows.flow import SOURCE
 from rectified_flow.flows.rectified import RectifiedFlow
-from rectified_flow.flows.solvers import AUTOGUIDED, CALLS_PER_STEP, NO_GUIDANCE, Guidance
+from rectified_flow.flows.solvers import CALLS_PER_STEP, Guidance
 from rectified_flow.load import autocast, load_flow
 from rectified_flow.networks.network import to_device
 from rectified_flow.registry import build, describe
@@ -53,7 +53,6 @@ class Recipe:
     points: int = 1  # of each path; 1 for pairs
     guidance_scale: float = 1.0
     autoguidance: float = 1.0
-    interval: tuple[float, float] = NO_GUIDANCE.interval  # of the guidance
     solver: Solver = "midpoint"
     grid: TimeGrid = "uniform"
     source: str = ""  # the teacher's checkpoint
@@ -85,9 +84,7 @@ class DistillationData:
         count, steps = flags.teacher_samples or count, flags.teacher_steps or steps
         points = steps if kind == "paths" else 1  # all but the end
         autoguidance = 1.0 if flags.autoguidance is None else flags.autoguidance
-        is_alone = autoguidance != 1 and guidance_scale == 1
-        interval = AUTOGUIDED if is_alone else NO_GUIDANCE.interval
-        recipe = Recipe(count, steps, seed, points, guidance_scale, autoguidance, interval, solver)
+        recipe = Recipe(count, steps, seed, points, guidance_scale, autoguidance, solver)
         return cls(flags.teacher, kind, flags.teacher_dir or output_dir / kind, recipe)
 
     @property
@@ -146,9 +143,8 @@ def open_distilled(
         precision="bf16" if precision == "bf16" else "float32",
         pictures=pictures.fingerprint,
         space=on_main(state, lambda: describe(distilled.space_of_teacher())),
-        # Stored paths keep their solver, their times and the interval of the guidance, which no flag sets.
+        # Stored paths keep their solver and their times, which no flag sets.
         solver=stored.solver if stored else distilled.recipe.solver,
-        interval=stored.interval if stored else distilled.recipe.interval,
         grid=on_main(state, lambda: distilled.grid_of(space)),
         teacher=checkpoint.fingerprint(teacher),
         earlier="" if earlier is None else checkpoint.fingerprint(earlier),
@@ -199,7 +195,7 @@ class _Generator:
         self.recipe, self.kind, self.pictures, self.device = recipe, kind, pictures, PartialState().device
         self.precision = "bf16" if recipe.precision == "bf16" else "no"
         self.teacher = self._load(Path(recipe.source))
-        self.guidance = Guidance(recipe.guidance_scale, recipe.interval)
+        self.guidance = Guidance(recipe.guidance_scale)
         if earlier is not None:
             velocity = self._load(earlier).exact_velocity
             self.guidance = replace(self.guidance, autoguidance=recipe.autoguidance, earlier=velocity)

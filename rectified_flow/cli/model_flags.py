@@ -55,7 +55,7 @@ class SolverConfig(Flags):
     """Classifier-free guidance scale, for models with conditions; above 1, images vary less."""
     guidance: Annotated[tuple[str, ...], tyro.conf.arg(metavar="[NAME=SCALE ...]"), default_is("none")] = ()
     """Guidance scales of single conditions beside --guidance_scale, such as category=2 text=3."""
-    autoguidance: Annotated[NonNegative | None, default_is("1.5 for runs on 400 items or more, else 1")] = None
+    autoguidance: Annotated[NonNegative | None, default_is("2.5 for runs on 400 items or more, else 1")] = None
     """Autoguidance scale of a rectified flow, away from an early checkpoint of its run; doubles the network calls."""
     guidance_interval: Annotated[
         tuple[float, float] | None,

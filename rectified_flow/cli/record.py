@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 
 from accelerate import PartialState
 
-from rectified_flow.cli.build import default_autoguidance
+from rectified_flow.cli.build import autoguides
 from rectified_flow.cli.distill import REMEDY, DistillationData, recipe_of
 from rectified_flow.cli.program_flags import ProgramConfig
 from rectified_flow.cli.settings import Settings, command_line, flags_in, typed_flags
@@ -29,6 +29,7 @@ from rectified_flow.cli.training_flags import (
 from rectified_flow.distributed import on_main
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import Flags, flag_name, rules_of
+from rectified_flow.flows.solvers import AUTOGUIDANCE_OF_PATHS
 from rectified_flow.registry import as_plain, build
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.folder import check_place, prepare_folders, read_config, wait_for_end
@@ -153,7 +154,8 @@ def with_record(settings: Settings[C]) -> tuple[Settings[C], bool]:
     teacher = Settings(TrainConfig, {"recorded": theirs}).values
     if values.method == "distill" and stored is None:
         is_plain = teacher.method == "rectified" and not teacher.source.is_given and values.flow.guidance_scale == 1
-        chosen["autoguidance"] = on_main(state, lambda: default_autoguidance(source, is_plain=is_plain))
+        may_autoguide = on_main(state, lambda: autoguides(source, is_plain=is_plain))
+        chosen["autoguidance"] = AUTOGUIDANCE_OF_PATHS if may_autoguide else 1.0
     is_condition = teacher.source.is_given and not teacher.source.as_start
     has_conditions = teacher.network.use_cfg or bool(teacher.columns.condition_on) or is_condition
     _check_teacher(source, teacher.flow.prediction, distilled, has_conditions=has_conditions)
