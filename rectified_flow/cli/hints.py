@@ -41,6 +41,8 @@ OF_OTHERS: dict[str, tuple[str, ...]] = {
 
 SEPARATED = {"classes"}
 """Flags whose values are one word with commas."""
+ALONE = {"from_images"}
+"""Flags that take a file or a folder, and after which people write several files."""
 
 
 def hints(
@@ -88,6 +90,8 @@ def _cut_value(word: str, arguments: Sequence[str], known: Mapping[str, object])
     name = flag.lstrip("-").replace("-", "_")
     if at > start + 1 and name in SEPARATED:
         return f"{flag}: separate the values by commas: {flag} {','.join(part.strip(',') for part in parts)}"
+    if name in ALONE and exists(word):
+        return f"{flag}: pass one file, or the folder of the files: {flag} {Path(word).parent}"
     if at > start + 1 and _has_paths(known.get(name)) and not exists(word):  # a folder of its own lacks its flag
         return f'{flag}: put the path in quotation marks: {flag} "{" ".join(parts)}"'
     return None

@@ -191,7 +191,7 @@ def _head_of(path: Path) -> str:
 
 def layout_of(head: str, names: PictureNames, folder: Path) -> Layout | None:
     """Return the layout of a text by its first lines; None if it is not a table that names pictures."""
-    for separator in f"{SEPARATORS}| ":
+    for separator in f"{SEPARATORS}|: ":
         rows = list[list[str]]()
         with suppress(csv.Error):
             reader = csv.reader(io.StringIO(head), delimiter=separator, skipinitialspace=True)
@@ -206,8 +206,9 @@ def layout_of(head: str, names: PictureNames, folder: Path) -> Layout | None:
         column = hits.index(max(hits))
         if column >= len(first) or names.find(first[column], folder) is None:
             return Layout(separator, skipped + 1, column, [""] * is_untitled + first)
-        is_even = separator != " " or len({*map(len, (first, *rows))}) == 1  # else the text behind a name has blanks
-        width = len(first) if is_even else 2
+        # The text behind a name may have blanks and colons.
+        has_text = separator == ":" or (separator == " " and len({*map(len, (first, *rows))}) > 1)
+        width = 2 if has_text else len(first)
         titles = [TEXT if width == 2 else f"column_{number + 1}" for number in range(width)]
         return Layout(separator, skipped, column, titles)
     return None

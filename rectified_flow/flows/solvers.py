@@ -29,7 +29,7 @@ Inpaint = Callable[[Tensor, float], Tensor]
 """A function that returns ``x`` at a time with the part that is not generated put back."""
 
 AUTOGUIDANCE, AUTOGUIDED = 2.5, (0.0, 0.9)
-"""Default scale of autoguidance, and its interval. Near the noise, it changes colours, and makes copies more frequent."""
+"""Default scale of autoguidance, and its interval. Nearer to the noise, it changes colours and adds copies."""
 AUTOGUIDANCE_OF_PATHS = 1.5
 """Default scale of autoguidance for the paths of a teacher, at all times: others are harder to learn."""
 CALLS_PER_STEP: dict[Solver, int] = {"euler": 1, "midpoint": 2, "heun": 2, "ab2": 1, "dpmpp_2m": 1, "stochastic": 1}

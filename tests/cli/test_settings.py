@@ -262,6 +262,7 @@ def test_a_recorded_batch_is_split_again(tmp_path: Path, given: str, monkeypatch
             "--checkpoint my runs",
             '--checkpoint: put the path in quotation marks: --checkpoint "my runs"\n',
         ),
+        (SampleConfig, "--from_images tests tests/cli", "--from_images: pass one file, or the folder of the files"),
         (TrainConfig, "--output_dir out tests", "tests: pass --dataset_path tests\n"),
         (SampleConfig, "--classes Häuser, 😀 --checkpoint RUN", "by commas: --classes Häuser,😀\n"),
         (SampleConfig, "--checkpoint RUN --num_samples 4 tests", "Unrecognized options: tests"),

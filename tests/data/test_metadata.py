@@ -185,6 +185,10 @@ FILES: dict[str, tuple[dict[str, str | bytes], str]] = {
         {"data.csv": "\ufeffsep=;\r\n" + GERMAN.replace("file_name", "Bild")},
         "size: Number 3.5 0.25 10",
     ),
+    "names before colons": (
+        {"captions.txt": "\n".join(f"{i:02}.png: at {i % 2}:00" for i in range(COUNT))},
+        "text: Labels 0 1 0",
+    ),
     "tabs": ({"metadata.csv": cells("size", ["3,5", "7"], "\t")}, "size: Number 3.5 7"),
     "decimal comma in quotes": ({"metadata.csv": cells("size", ['"3,5"', '"0,1"', "2"])}, "size: Number 3.5 0.1 2"),
     "three decimals": ({"metadata.csv": cells("size", ["1,250", "0,125"], ";")}, "size: Number 1.25 0.125"),
