@@ -124,7 +124,7 @@ def as_described(value: object, hint: object) -> object:
                 [of_items] = get_args(each) or (object,)
                 return [as_described(item, of_items) for item in value]
         return tuple(as_described(each, object) for each in value)
-    if isinstance(value, str) and Path in allowed:
+    if isinstance(value, str) and Path in allowed and str not in allowed:
         return Path(value)  # a description holds a path as text
     return plain_number(value)
 

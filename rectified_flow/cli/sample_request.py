@@ -100,11 +100,13 @@ def with_texts(request: SampleRequest, texts: dict[str, list[str]], flow: Flow, 
     for name, values in texts.items():
         if len(values) > count:
             found = f"{len(values)} values of {name} are given, and --from_images has {count} results"
-            raise UsageError(f"{found}: pass fewer values, or more results with --variants or --num_samples")
-    if variants > 1:  # the first results of all files precede the second ones
-        files = count // variants
-        turns = [number % files + number // files for number in range(count)]
-        texts = {name: [values[turn % len(values)] for turn in turns] for name, values in texts.items()}
+            raise UsageError(f"{found}: pass at most {count} values")
+    files = count // variants
+    # The first results of all files precede the second ones, which would have the same values.
+    repeated = {name: values for name, values in texts.items() if variants > 1 and files % len(values) == 0}
+    if repeated:
+        turns = [number + number // files for number in range(count)]
+        texts |= {name: [values[turn % len(values)] for turn in turns] for name, values in repeated.items()}
         request.options["conditions"] |= read_written(flow.conditions, texts)
     return replace(request, texts=texts)
 

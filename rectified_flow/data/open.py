@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Collection, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -103,7 +104,7 @@ class Pictures:
             UsageError: if they cannot be found, or the framing makes no sense.
         """
         source = self._find()
-        if self.exclude and type(source) is not FileFolder:  # a folder of pictures is listed without them
+        if self.exclude and not source.excluded:  # a folder of pictures is listed without them
             source.exclude(self.exclude)
         return source
 
@@ -213,6 +214,7 @@ def open_dataset(
     )
     check_obeyed(space, {name for name in framing if getattr(pictures, name) != getattr(Pictures, name)})
     if source is not None and pictures.exclude:
+        source = copy(source)
         source.exclude(pictures.exclude)
     return pictures.open(source)
 

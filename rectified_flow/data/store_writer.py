@@ -287,7 +287,8 @@ def _build(
                 store.write(len(kept) - len(written), images, durable=False)  # the whole store is flushed at the end
     if not kept:
         raise UsageError(f"none of the {len(broken)} images in {source.name} could be read")
-    for what, remedy in {TRANSPARENT: "save them with visible pixels", WHITE: "pass `alpha`"}.items():
+    remedies = {TRANSPARENT: "save them with visible pixels", WHITE: "pass `alpha`, which needs pixels, not latents"}
+    for what, remedy in remedies.items():
         if len(remarked.get(what, [])) == len(kept):
             raise UsageError(f"all {len(kept)} pictures of {source.name} are {what}: {remedy}")
     # The census counts transparent rows, if they have an alpha channel.

@@ -27,6 +27,8 @@ smallest share of rows that name a picture."""
 MOST_BYTES, SHORT, STRINGS = 2**28, 2**20, 500
 """Size above which a JSON file is not read, size below which it is read whatever it begins with [bytes], and number of
 texts in its beginning among which the name of a picture is looked for."""
+SEPARATOR_LINE = re.compile(r"\Asep=.\r?\n", re.IGNORECASE)
+"""The first line of a table for Excel, which names the separator."""
 REMARKS = re.compile(r"\A(?:sep=.\r?\n)?(?:#.*\n)*", re.IGNORECASE)
 """Lines in front of a table: its separator, for Excel, and remarks, as in ``words.txt`` of the IAM dataset."""
 STRING = re.compile(r'"(?:[^"\\]|\\.)*"')

@@ -17,7 +17,7 @@ from rectified_flow.data.picture_names import PictureNames, normal
 from rectified_flow.data.table_files import (
     FILE_NAME,
     READERS,
-    REMARKS,
+    SEPARATOR_LINE,
     SEPARATORS,
     TEXT,
     Row,
@@ -195,7 +195,7 @@ def _read(path: Path) -> list[Row]:
     text = read_text(path)
     if path.suffix != ".csv":
         return rows_of(path, json_rows(text))
-    text = REMARKS.sub("", text)
+    text = SEPARATOR_LINE.sub("", text)
     rows = rows_of(path, _csv_rows(text))
     return rows if _separator_of(text) == "," else with_decimal_points(rows)
 

@@ -275,6 +275,8 @@ class Flow(nn.Module):
             raise UsageError("the flow translates data: pass `source`, the data [b, ...] to translate")
         check_values(self.conditions, conditions)
         tensors = {"start": start, "noise": noise, **conditions}
+        if scalars := [name for name, each in tensors.items() if each is not None and each.ndim == 0]:
+            raise UsageError(f"`{scalars[0]}` is a number: pass a tensor [b, ...] with a row for each sample")
         rows = {name: len(each) for name, each in tensors.items() if each is not None}
         if len(set(rows.values())) > 1:
             found = ", ".join(f"`{name}` has {number} row{'s' * (number != 1)}" for name, number in rows.items())
@@ -320,14 +322,14 @@ class Flow(nn.Module):
             return None
         if start is None:
             raise UsageError("`mask` needs `start`: pass the data to keep")
-        sides = dict.fromkeys((tuple(self.space.medium.sides), tuple(x.shape[-2:])))
-        rows = [1, len(x)] if mask.ndim == x.ndim else [len(mask)]
-        if mask.dtype != torch.bool or tuple(mask.shape[-2:]) not in sides or len(mask) not in rows:
-            wanted = (len(x), 1, *next(each for each in sides if any(each)))
+        sides = self.space.medium.sides if x.ndim == 4 else ()
+        sides = sides if sides and all(sides) else tuple(x.shape[2:])
+        fits = _broadcasts(mask, x)
+        if mask.dtype != torch.bool or not (fits or tuple(mask.shape) in ((len(x), 1, *sides), (1, 1, *sides))):
             found = f"`mask` is {mask.dtype} {tuple(mask.shape)}"
-            raise UsageError(f"{found}: pass torch.bool {wanted}, true where data are generated")
+            raise UsageError(f"{found}: pass torch.bool {(len(x), 1, *sides)}, true where data are generated")
         known, generated = self.space.encode(start).to(x.device), mask.to(x.device)
-        if generated.shape[-2:] != x.shape[-2:]:  # latents have smaller sides
+        if not fits:  # latents have smaller sides than pictures
             generated = F.adaptive_max_pool2d(generated.float(), x.shape[-2:]) > 0
         generated = generated | known.isnan()
         return lambda now, t: torch.where(generated, now, torch.lerp(known, x, t / strength))
@@ -375,6 +377,12 @@ def network_of(flow: nn.Module) -> nn.Module:
 
 def _device_of(module: nn.Module) -> torch.device:
     return next((p.device for p in module.parameters()), torch.device("cpu"))
+
+
+def _broadcasts(mask: Tensor, x: Tensor) -> bool:
+    """Return whether a mask can be broadcast to ``x``, whose shape stays as it is."""
+    sizes = zip(reversed(mask.shape), reversed(x.shape), strict=False)
+    return mask.ndim <= x.ndim and all(size in (1, of_x) for size, of_x in sizes)
 
 
 def expand(t: Tensor, x: Tensor) -> Tensor:

@@ -98,8 +98,9 @@ class Trainer:
         # A forward pass: a flow learns its shape, and a mismatch shows before anything else happens. The item is there
         # twice, since mean flow takes no derivative of a single row.
         was_training = flow.training
-        item = Batches(dataset).__getitems__([0, 0])
+        item = Batches(dataset).__getitems__([0])
         check_values(getattr(flow, "conditions", {}), item)
+        item = {name: torch.cat((each, each)) if torch.is_tensor(each) else 2 * each for name, each in item.items()}
         with torch.no_grad(), self.accelerator.autocast():
             flow.eval()(**moved(item, self.device))
         flow.train(was_training)

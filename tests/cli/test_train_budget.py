@@ -75,7 +75,7 @@ def test_a_run_in_a_given_time(pictures: Path, tmp_path: Path) -> None:
     assert (tmp_path / f"run/checkpoints/step_{steps:08}").is_dir()
     said, _ = run_on_ranks(2, printed, f"{words} 1h")
     assert flags_of(tmp_path / "run")["train_num_steps"] == steps
-    assert f"continue, pass a larger `train_num_steps` in place of `budget`, such as {2 * steps}\n" in said
+    assert f"a larger `train_num_steps`, such as {2 * steps}, in place of `budget` and `one_step`\n" in said
     longer = words.replace("--budget", f"--train_num_steps {steps + 1}")
     run_on_ranks(2, train, longer)
     assert (tmp_path / f"run/checkpoints/step_{steps + 1:08}").is_dir()

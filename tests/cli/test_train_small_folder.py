@@ -82,7 +82,7 @@ def test_frames_that_are_too_alike_to_hold_any_out(tmp_path: Path) -> None:
 
 def test_pictures_that_are_all_excluded_are_a_sentence(pictures: Path, tmp_path: Path) -> None:
     names = " ".join(str(each.relative_to(pictures)) for each in pictures.rglob("*.png"))
-    sentence = f"--exclude lists all pictures of {pictures.name}: list fewer pictures"
+    sentence = f"--exclude lists all images of {pictures.name}: list fewer images"
     assert_refused("train_oxford.py", 1, f"--dataset_path {pictures} --exclude {names} --budget 1m", sentence)
 
 

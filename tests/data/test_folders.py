@@ -327,7 +327,7 @@ def test_files_with_and_without_unknown_values_are_read_alike(tmp_path: Path) ->
     [
         ({"image_size": 8, "aspect_ratio": "3"}, "`aspect_ratio` is 3; it must be width:height"),
         ({"image_size": 8, "exclude": ["2.png"]}, r"`exclude` names 2\.png, which is no image of"),
-        ({"image_size": 8, "exclude": ["1.png"]}, "`exclude` lists all pictures of"),
+        ({"image_size": 8, "exclude": ["1.png"]}, "`exclude` lists all images of"),
     ],
 )
 def test_python_takes_a_folder_and_its_errors_name_parameters(
@@ -499,14 +499,32 @@ def test_files_of_unknown_formats_are_named(tmp_path: Path) -> None:
 
 
 def test_nothing_depends_on_excluded_files(tmp_path: Path) -> None:
-    for name in ("cats/0.png", "cats/1.png", "masks/0.png", "masks/left_1.png", "masks/left_1 copy.png"):
+    for name in ("cats/0.png", "cats/1.png", "masks/0.png", "masks/left_1.png", "masks/left_2.png"):
         picture(tmp_path / "pics" / name, colour=(len(name), 0, 0))
-    masks = [f"masks/{name}.png" for name in ("0", "left_1", "left_1 copy")]
+    masks = [f"masks/{name}.png" for name in ("0", "left_1", "left_2")]
     excluding = FileFolder(tmp_path / "pics", exclude=masks)
     without = FileFolder(tmp_path / "pics" / "cats")
     assert [file.name for file in excluding.files] == [file.name for file in without.files]
     assert excluding.class_names == ["cats"]
     assert excluding.notes[0] == "left out 3 images by `exclude`"
     assert FileFolder(tmp_path / "pics", exclude=["masks"]).files == excluding.files
-    with pytest.raises(UsageError, match="`exclude` lists all pictures of pics: list fewer pictures"):
+    with pytest.raises(UsageError, match="`exclude` lists all images of pics: list fewer images"):
         FileFolder(tmp_path / "pics", exclude=["masks", "cats"])
+
+
+def test_a_source_of_ones_own_is_excluded_from_without_a_change(tmp_path: Path) -> None:
+    for number in range(3):
+        picture(tmp_path / f"pics/{'ab'[number % 2]}/{number}.png", colour=(number, 0, 0))
+    source = FileFolder(tmp_path / "pics")
+    assert len(open_dataset(source=source, image_size=4, exclude=["a"])) == 1
+    assert len(open_dataset(source=source, image_size=4)) == 3
+    with pytest.raises(UsageError, match="`exclude` names c, which is no image of pics"):
+        open_dataset(source=source, image_size=4, exclude=["c"])
+
+
+def test_an_excluded_subfolder_may_have_partners(tmp_path: Path) -> None:
+    for folder in ("from", "to"):
+        for name in ("a/0.png", "a/1.png", "masks/0.png"):
+            picture(tmp_path / folder / name)
+    pictures = Pictures(dataset_path=tmp_path / "to", image_size=4, exclude=("masks",), cache_dir=tmp_path / "cache")
+    assert len(PictureData(pictures, sources=Sources(tmp_path / "from", paired=True)).open()) == 2

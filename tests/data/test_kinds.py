@@ -43,9 +43,9 @@ KINDS = {
     "thumbnails of Telegram": ("s.webp|s.webp_thumb.jpg|p.jpg|p_thumb.jpg", "p.jpg|s.webp", ["left out 2 copies of"]),
     "maps of depth": ("1.png|1_depth.png", "1.png", ["left out 1 maps of depth or of normals beside their pictures"]),
     "copies of another size": ("1.jpg|1-300x200.jpg|1@2x.jpg|1_thumb.jpg", "1.jpg", ["left out 3 copies of another"]),
-    "sizes of an icon": ("i.png|i@2x.png~2|i@3x.png~3", "i@3x.png", ["left out 2 copies of another size"]),
-    "a described size": ("i.png|i@2x.png~2|i.txt", "i.png", ["left out 1 copies of another size"]),
-    "photographs with the names of masks": (
+    "sizes of an icon": ("i.png|i@2x.png~2|i@3x.png~3", "i.png", ["left out 2 copies of another size"]),
+    "coloured maps": ("1.jpg~J|1_normal.jpg~J|1_seg.jpg~J", "1.jpg", ["left out 1 maps", "left out 1 masks"]),
+    "parts of a photograph": (
         "c.jpg~J|c_part_1.jpg~J",
         "c.jpg|c_part_1.jpg",
         [READ.format("c_part_1.jpg")],
@@ -231,3 +231,15 @@ def test_pictures_that_are_not_downloaded_are_said(tmp_path: Path) -> None:
     cloud, hidden = FileFolder(tmp_path).notes
     assert cloud == "left out 1 files that are not downloaded from iCloud, such as .3.jpg.icloud"
     assert hidden.startswith("left out 1 hidden files")
+
+
+def test_the_largest_size_is_read_by_the_name_of_the_picture(tmp_path: Path) -> None:
+    save(tmp_path, "i.png|i@2x.png~2|i@3x.png~3")
+    folder = FileFolder(tmp_path)
+    assert folder.load(0)[0].size == (24, 24)
+    assert folder.name_of(0) == "i.png"
+
+
+def test_what_belongs_to_an_excluded_picture_is_left_out_with_it(tmp_path: Path) -> None:
+    save(tmp_path, "0.png=7|0_mask.png|0_thumb.png|0 (1).png=7|1.png|masks/1.png")
+    assert [file.name for file in FileFolder(tmp_path, exclude=["0.png", "masks"]).files] == ["1.png"]

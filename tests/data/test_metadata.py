@@ -185,6 +185,10 @@ FILES: dict[str, tuple[dict[str, str | bytes], str]] = {
         {"data.csv": "\ufeffsep=;\r\n" + GERMAN.replace("file_name", "Bild")},
         "size: Number 3.5 0.25 10",
     ),
+    "a title with a number sign": (
+        {"metadata.csv": "#,file_name,size\n0,00.png,3\n1,01.png,4"},
+        "size: Number 3 4 nan",
+    ),
     "names before colons": (
         {"captions.txt": "\n".join(f"{i:02}.png: at {i % 2}:00" for i in range(COUNT))},
         "text: Labels 0 1 0",

@@ -302,7 +302,9 @@ def test_white_shapes_are_shown_by_their_transparency(tmp_path: Path) -> None:
         shape = np.full((8, 8, 4), 255, np.uint8)
         shape[number + 1 :, :, 3] = 0
         save(tmp_path / "pics", f"{number}.png", shape)
-    with pytest.raises(UsageError, match=r"all 3 pictures of pics are of one colour over white, .*: pass `alpha`$"):
+    with pytest.raises(
+        UsageError, match=r"all 3 pictures of pics are of one colour over white, .*: pass `alpha`, which"
+    ):
         opened(tmp_path / "pics", Framing(8, 8))
     assert not any("of one colour" in note for note in opened(tmp_path / "pics", Framing(8, 8, True)).info.notes)
 

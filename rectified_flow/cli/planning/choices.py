@@ -119,7 +119,7 @@ def recipe(
         flags |= size
     if not data.autoencoder and data.aspect_ratio == "1:1" and "image_size" not in flags:
         sides = sorted(reading.sides_of(source, data.crop))
-        largest = sides[int(USUAL_SIDES * (len(sides) - 1))] if sides else 0
+        largest = sides[ceil(USUAL_SIDES * len(sides)) - 1] if sides else 0
         multiple = max(MIN_SIDE, divisor)
         side = ceil(largest / multiple) * multiple
         flags |= {"image_size": side} if 0 < side < data.image_size else {}

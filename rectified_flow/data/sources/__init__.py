@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import PurePath
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +31,7 @@ HAZY = "partly transparent in most of the area, so that white shows through (`al
 FRAMES = "of a file with several pages or frames, of which one is read"
 COLOURED = "coloured, and trained on in grey"
 WHITE = "of one colour over white, in place of their transparency (`alpha` keeps the fourth channel)"
+OPAQUE = 255
 MIN_KEPT = 0.5  # share of the area of a picture up to which its crop is reported
 
 
@@ -69,6 +71,7 @@ class PictureRows:
         mode = "L" if framing.grey else "RGBA" if framing.alpha else "RGB"
         row = framed(image, framing.stored_size, mode=mode, pad=framing.crop == "none", resize=framing.resize)
         planes = np.asarray(row)[None] if framing.grey else np.asarray(row).transpose(2, 0, 1)
+        is_shape = is_shape and image.getchannel("A").getextrema()[0] < OPAQUE
         remarks[WHITE] = is_shape and is_flat(planes) and not remarks[TRANSPARENT]
         return Fitted(planes, size, tuple(text for text, applies in remarks.items() if applies))
 
@@ -121,16 +124,13 @@ class ImageSource(ABC):
         return upright_size(self.load(index)[0])
 
     def exclude(self, names: Collection[str]) -> None:
-        """Leave out the images with some names.
+        """Leave out the images with some names, or in folders with these names.
 
         Raises:
             UsageError: if an image does not exist, or none is left.
         """
-        check_excluded(names, [self.name_of(index) for index in range(len(self))], self.name)
-        self.excluded = frozenset(names)
-        if len(self.excluded) == len(self):
-            raise UsageError(f"`exclude` lists all images of {self.name}: list fewer images")
-        self.notes = [*self.notes, note_on_excluded(len(self.excluded))]
+        self.excluded = excluded_among([self.name_of(index) for index in range(len(self))], names, self.name)
+        self.notes = [*self.notes, note_on_excluded(self.excluded)]
 
     def numbers(self, limit: int | None = None) -> list[int]:
         """Return the numbers of the images that are not left out, or of ``limit`` images spread over them."""
@@ -161,12 +161,21 @@ class ImageSource(ABC):
         return PictureRows(framing)
 
 
-def check_excluded(excluded: Collection[str], names: Collection[str], source: str) -> None:
-    """Raise a UsageError if images to exclude are not among the names of a source."""
-    if unknown := sorted({*excluded} - {*names}):
+def excluded_among(names: Sequence[str], exclude: Collection[str], source: str) -> frozenset[str]:
+    """Return the names of the images of a source that are excluded, by their own names or those of their folders.
+
+    Raises:
+        UsageError: if a name to exclude does not exist, or no image is left.
+    """
+    folders = {name: {*map(str, PurePath(name).parents)} for name in names}
+    if unknown := sorted({*exclude} - {*names} - set[str]().union(*folders.values())):
         raise UsageError(f"`exclude` names {unknown[0]}, which is no image of {source}: correct the list")
+    excluded = frozenset(name for name in names if name in exclude or not folders[name].isdisjoint(exclude))
+    if excluded and len(excluded) == len({*names}):
+        raise UsageError(f"`exclude` lists all images of {source}: list fewer images")
+    return excluded
 
 
-def note_on_excluded(count: int) -> str:
-    """Return a sentence about the number of images that are excluded."""
-    return f"left out {count:,} images by `exclude`"
+def note_on_excluded(excluded: Collection[str]) -> str:
+    """Return a sentence about images that are excluded."""
+    return f"left out {len(excluded):,} images by `exclude`"

@@ -11,13 +11,12 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from rectified_flow.data.sources import ImageSource, check_excluded, note_on_excluded
+from rectified_flow.data.sources import ImageSource, excluded_among, note_on_excluded
 from rectified_flow.data.sources.kinds import (
     CLOUD,
     COMPANIONS,
     OTHER_FORMATS,
     PICTURES,
-    Companion,
     companions,
     largest_of,
     without_repeats,
@@ -50,7 +49,7 @@ class FileFolder(ImageSource):
         path: the folder.
         split: the split to read if subfolders have the names of splits.
         listing: the files below the folder, if they are known.
-        exclude: names of files and subfolders to leave out, before anything else depends on them.
+        exclude: names of files and subfolders to leave out, with the files that belong to them.
     """
 
     notes: list[str]
@@ -68,12 +67,8 @@ class FileFolder(ImageSource):
         everything, left_out, written = list_folder(path) if listing is None else listing
         found = [file for file in everything if file.suffix.lower() in self.suffixes]
         if exclude:
-            of_file = {file: {self._name(file), *map(self._name, file.parents)} for file in found}
-            check_excluded(exclude, set[str]().union(*of_file.values()), self.name)
-            found = [file for file in found if of_file[file].isdisjoint(exclude)]
-            if not found:
-                raise UsageError(f"`exclude` lists all {self.kind} of {self.name}: list fewer {self.kind}")
-            self.notes.append(note_on_excluded(len(of_file) - len(found)))
+            self.excluded = excluded_among([*map(self._name, found)], exclude, self.name)
+            self.notes.append(note_on_excluded(self.excluded))
         others = [file for file in everything if file.suffix.lower() in self.other_suffixes]
         known = {*self.suffixes, *self.other_suffixes, *UNREMARKABLE}
         self._note("files that are not downloaded from iCloud", [file for file in left_out if file.suffix == CLOUD])
@@ -87,8 +82,8 @@ class FileFolder(ImageSource):
             first = [f"{printable(file)} is {what}" for file in everything[:1] if (what := content_of(file))]
             nothing = f"the folder {path} holds no {self.kind} ({', '.join(sorted(self.suffixes))})"
             raise UsageError("; ".join((nothing, *self.notes, *first)))
-        described = {file.with_suffix("") for file in everything if file.suffix.lower() not in self.suffixes}
-        found = self._without_companions(found, described)
+        self._largest = dict[Path, Path]()
+        found = self._without_companions(found)
         root, files = narrow(path, found, split)
         self.files = sorted(files)
         self._note_rest(root, sorted({*found} - {*files}))
@@ -98,7 +93,7 @@ class FileFolder(ImageSource):
         self._texts = [file for file in everything if file.suffix.lower() in TABLE_SUFFIXES]
         if any(_split_of(part) == split for part in root.relative_to(path).parts):
             self._texts = [file for file in self._texts if self._may_describe(file, split)]
-        self.fingerprint = files_fingerprint(path, self.files)
+        self.fingerprint = files_fingerprint(path, [*self.files, *self._largest.values()])
         self.class_names, self._labels = self._find_classes(root)
         self.notes += notes_on_names([*map(self.name_of, range(len(self)))], self.kind)
 
@@ -108,32 +103,32 @@ class FileFolder(ImageSource):
         named = {_split_of(part) for part in parts} - {None}
         return not named or split in named
 
-    def _without_companions(self, files: list[Path], described: Collection[Path]) -> list[Path]:
-        """Return the files without those that belong to another, such as masks and copies, with a note on each kind.
+    def _without_companions(self, files: list[Path]) -> list[Path]:
+        """Return the files that are read, without those that belong to another, with a note on each kind of these.
 
-        Of a picture in several sizes, the largest file is read, unless a text has the name of another: ``described``
-        are the names of other files, without their suffixes.
+        Of a picture in several sizes, the largest is read, by the name of the picture.
         """
         left_out, alike = defaultdict[str, list[Path]](list), list[Path]()
-        scaled = defaultdict[Path, list[Companion]](list)
+        scaled = defaultdict[Path, list[Path]](list)
+        kept = {file for file in files if self._name(file) not in self.excluded}
         for companion in companions(files):
-            if companion.kind.is_scaled:
-                scaled[companion.picture].append(companion)
-            elif companion.is_left_out:
+            if companion.file not in kept:
+                continue
+            if companion.is_left_out:
                 left_out[companion.kind.noun].append(companion.file)
+                scaled[companion.picture] += [companion.file] * companion.kind.is_scaled
             else:
                 alike.append(companion.file)
-        for picture, copies in scaled.items():
-            read = picture if picture.with_suffix("") in described else largest_of(copies, picture)
-            every = (picture, *(copy.file for copy in copies))
-            left_out[copies[0].kind.noun] += [file for file in every if file != read]
+        for picture, others in scaled.items():
+            if others and (largest := largest_of([picture, *others])) != picture:
+                self._largest[picture] = largest
         for noun, some in left_out.items():
             self._note(f"{noun} beside their {self.kind}", some)
         for each in alike[:1]:
             found = f"read {len(alike)} {self.kind} with the names of copies and other contents"
             self.notes.append(f"{found}, such as {printable(each.relative_to(self.path))}: `exclude` leaves files out")
         beside = {file for some in left_out.values() for file in some}
-        return [file for file in files if file not in beside] if beside else files
+        return [file for file in files if file in kept and file not in beside]
 
     def _note_unknown(self, files: Sequence[Path]) -> None:
         """Add a note on files that nothing here reads, by their suffixes."""
@@ -176,7 +171,8 @@ class FileFolder(ImageSource):
 
     @override
     def load(self, index: int) -> tuple[Any, int]:
-        return self.read(self.files[index]), self._labels[index]
+        file = self.files[index]
+        return self.read(self._largest.get(file, file)), self._labels[index]
 
     @override
     def place_of(self, index: int) -> str:

@@ -11,7 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
-from rectified_flow.system.pictures import OTHER_SUFFIXES, is_grey, open_picture
+from rectified_flow.system.pictures import OTHER_SUFFIXES, open_picture
 
 OTHER_FORMATS = OTHER_SUFFIXES | {
     *(".npy", ".npz", ".h5", ".hdf5", ".mat", ".nii", ".gz", ".mha", ".nrrd", ".zarr", ".pt", ".pkl", ".tfrecord"),
@@ -79,12 +79,15 @@ class Beside(NamedTuple):
     """Whether the file may be another picture: it is left out only if its contents are equal."""
     is_scaled: bool = False
     """Whether the file shows the picture in another size: the largest is read."""
+    is_part: bool = False
+    """Whether photographs may have such names, too: JPEG files are read."""
 
 
 BESIDE = (
     Beside(r"[-_. ](?:masklabel|condlabel|masks?|seg|segmentation|labels?|gt|matte|trimap)(?:_\d+)?$", "masks"),
     Beside(r"[-_.](?:depth|normals?|disparity)(?:_\d+)?$", "maps of depth or of normals"),
-    Beside(r"[-_](?:superpixels|parts?_\d+|labelids|instanceids)$", "masks"),
+    Beside(r"[-_](?:superpixels|labelids|instanceids)$", "masks"),
+    Beside(r"[-_]parts?_\d+$", "masks", is_part=True),
     Beside(
         r"(?:\.\w{3,4})?[-_.](?:thumb|thumbnail|preview|small|tn)$|-\d+x\d+$|@[23]x$",
         "copies of another size",
@@ -111,30 +114,22 @@ class Companion(NamedTuple):
 
     @property
     def is_left_out(self) -> bool:
-        """Whether the file is certainly no picture of its own. A coloured JPEG is no mask and no map."""
+        """Whether the file is certainly no picture of its own."""
         try:
             if self.kind.is_copy:
                 return cmp(self.file, self.picture, shallow=False)
-            return self.kind.is_scaled or self.file.suffix.lower() not in (".jpg", ".jpeg") or not _is_photo(self.file)
+            return not (self.kind.is_part and self.file.suffix.lower() in (".jpg", ".jpeg"))
         except OSError:  # a broken file is named when it is decoded
-            return not self.kind.is_copy
+            return False
 
 
-def _is_photo(file: Path) -> bool:
-    image = open_picture(file)
-    if image.format != "JPEG":
-        return False
-    image.draft("RGB", (64, 64))
-    return not is_grey(image)
-
-
-def largest_of(sizes: Sequence[Companion], picture: Path) -> Path:
-    """Return the largest of a picture and its copies of other sizes, the picture if several are."""
+def largest_of(files: Sequence[Path]) -> Path:
+    """Return the largest of some pictures, the first if several are."""
     areas = dict[Path, int]()
-    for file in (picture, *(each.file for each in sizes)):
+    for file in files:
         with suppress(Exception):  # a broken picture is reported when it is decoded
             areas[file] = prod(open_picture(file).size)
-    return max(areas, key=areas.__getitem__, default=picture)
+    return max(areas, key=areas.__getitem__, default=files[0])
 
 
 def companions(files: Sequence[Path]) -> Iterator[Companion]:
