@@ -51,7 +51,7 @@ class SolverConfig(Flags):
     """ODE solver of a rectified flow; midpoint and heun use two network calls per step."""
     time_grid: Annotated[TimeGrid | None, default_is("edm on latents or with autoguidance, else uniform")] = None
     """Step spacing: uniform, shifted, EDM."""
-    guidance_scale: Annotated[NonNegative | None, default_is("2 with captions, else 1")] = None
+    guidance_scale: Annotated[NonNegative | None, default_is("2 with captions and without --guidance, else 1")] = None
     """Classifier-free guidance scale, for models with conditions; above 1, images vary less."""
     guidance: Annotated[tuple[str, ...], tyro.conf.arg(metavar="[NAME=SCALE ...]"), default_is("none")] = ()
     """Guidance scales of single conditions beside --guidance_scale, such as category=2 text=3."""

@@ -19,7 +19,7 @@ from threading import Timer
 from typing import Any
 
 from rectified_flow.errors import RunError, UsageError, first_line, is_out_of_memory
-from rectified_flow.system.signals import STOPPED, handling_signals, stop_on_signals
+from rectified_flow.system.signals import handling_signals, stop_on_signals
 from rectified_flow.system.terminal import prepare_streams, shown, spelling_arguments
 
 CLI, COMMAND = "rectified_flow.cli", "rectified-flow"
@@ -69,8 +69,8 @@ def _outcome(main: str, config_class: str, description: str, *, in_layers: bool)
         with stop_on_signals():
             function(settings if in_layers else settings.values)
         return 0
-    except KeyboardInterrupt:
-        return _explain(STOPPED, 0)
+    except KeyboardInterrupt as interrupt:
+        return _explain(f"{_reason_of(str(interrupt))}; run the same command to start again", 0)
     except Exception as error:
         mistake = str(error) if isinstance(error, UsageError) else _missing_package(error)
         if mistake is not None:
@@ -103,6 +103,13 @@ def _arguments() -> list[str]:
 
 def _program() -> str:
     return os.path.basename(sys.argv[0])
+
+
+def _reason_of(request: str) -> str:
+    """Return the beginning of a sentence about the stop request of a program."""
+    if request == "SIGTERM" and "TORCHELASTIC_RUN_ID" in os.environ:
+        return "stopped by a user or by the launcher, which ends all processes if one fails"
+    return f"stopped, as the {request}" if request == "launcher exited" else "stopped as requested"
 
 
 def _missing_package(error: Exception) -> str | None:

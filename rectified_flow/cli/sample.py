@@ -48,6 +48,7 @@ from rectified_flow.system.pictures import (
     to_grid,
     write_picture,
 )
+from rectified_flow.system.signals import raise_if_stop_requested
 from rectified_flow.system.terminal import lines, progress_bar
 
 MODEL_GRID = "grid.png"  # beside the card of --save_pretrained
@@ -260,6 +261,7 @@ def _write(file: Path, content: bytes) -> None:
 def _results(flow: Flow, numbers: Sequence[int], request: SampleRequest) -> Iterator[tuple[Sequence[int], Tensor]]:
     """Yield numbers of results, and the contents of their files ``[b, ...]``, a batch at a time."""
     for some, data in sample_batches(flow, numbers, render=False, **request.options):
+        raise_if_stop_requested()  # the end of the launcher raises no signal
         results = flow.space.medium.contents(data)
         if request.kept is not None:
             known, mask = (each.to(results.device) for each in request.kept)

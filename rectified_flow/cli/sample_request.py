@@ -77,7 +77,10 @@ def read_request(flags: PicturesConfig, trained: Trained, options: dict[str, Any
     elif not texts and not has_pictures:
         texts = example_texts(flow.conditions)
     options["conditions"] = read_written(flow.conditions, texts)
-    if texts:  # without texts, the flow draws random values
+    if has_pictures and not texts:  # the flow would draw random values, which may not suit the pictures
+        kinds = written(flow.conditions).items()
+        options["conditions"] = {name: kind.none(1, torch.device("cpu")) for name, kind in kinds}
+    if texts or has_pictures:
         _check_guided(options.get("guidance", NO_GUIDANCE), written(flow.conditions).keys() - texts.keys())
     if flags.from_images is not None:
         request = _from_pictures(flags.from_images, flags, trained, options, most)

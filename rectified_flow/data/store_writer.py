@@ -25,12 +25,13 @@ from rectified_flow.data.census import counted_sentence
 from rectified_flow.data.framing import Framing
 from rectified_flow.data.sources import TRANSPARENT, WHITE, Fitted, ImageSource, PictureRows, Row
 from rectified_flow.data.store import INFO_FILE, LABELS_FILE, ORIGINALS_FILE, RECIPE_FILE, Original
-from rectified_flow.distributed import launched_processes, on_main
+from rectified_flow.distributed import any_rank, launched_processes, on_main
 from rectified_flow.errors import BusyError, UsageError, first_line
 from rectified_flow.system.artifact import Artifact
 from rectified_flow.system.files import LOCK_TIMEOUT, PASSING, flush, usable_path, writing
 from rectified_flow.system.machine import processors, require_disk
 from rectified_flow.system.pictures import FORMATS
+from rectified_flow.system.signals import Interrupted, raise_if_stop_requested, stop_requested
 from rectified_flow.system.terminal import progress_bar, warn_once
 
 REMEDY = "pass a writable folder with `cache_dir`"
@@ -163,9 +164,12 @@ def fill(
                 if start == 0:
                     on_main(state, partial(store.allocate, rows))
                 store.write(first, rows)
-                state.wait_for_everyone()
+                request = stop_requested()  # the end of the launcher raises no signal
+                is_stopped = any_rank(state, request is not None)
                 if state.is_main_process:
                     store.written(end)
+                if is_stopped:
+                    raise Interrupted(request or "on another process")
                 bar.update(end - start)
         on_main(state, lambda: store.complete(**info()))
 
@@ -264,6 +268,7 @@ def _build(
     bar = progress_bar(total=len(numbers), desc=f"preparing {source.name}", unit="img")
     with bar, ThreadPoolExecutor(processors()) as pool:  # the decoder releases the GIL
         for start in range(0, len(numbers), CHUNK):
+            raise_if_stop_requested()
             chunk, written = numbers[start : start + CHUNK], list[Row]()
             for index, decoded in zip(chunk, pool.map(decode, chunk), strict=True):
                 bar.update()

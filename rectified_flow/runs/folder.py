@@ -237,6 +237,21 @@ def lock_folder(config: TrainingConfig, held: ExitStack) -> None:
         replace_file(place / OWNER, f"{folder.resolve()}\n")
 
 
+def lock_of(folder: Path) -> tuple[int, int] | None:
+    """Return the device and the number of the file of a run's lock; None if there is none."""
+    with suppress(OSError):
+        found = os.stat(folder / f".{LOCK}.lock")
+        return found.st_dev, found.st_ino
+    return None
+
+
+def lock_again(folder: Path, document: Mapping[str, object], held: ExitStack) -> None:
+    """Lock the folder of a run in place of one that was moved or deleted, and write its ``config.json``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    held.enter_context(_locked_run(folder))
+    write_config(folder, document)
+
+
 def wait_for_end(folder: Path) -> None:
     """Wait until no other process trains in the folder of a run; a UsageError if it takes too long."""
     if lexists(folder / f".{LOCK}.lock"):

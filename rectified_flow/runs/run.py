@@ -142,6 +142,7 @@ class Run:
         description = self.flow_description or {"description": type(flow).__name__}
         self.document = folder.describe_run(config, description, dataset, data, flags)
         self.log, self.saver = cast(RunLog, Silent()), cast(BackgroundSaver, Silent())
+        self._held, self._lock = ExitStack(), folder.lock_of(config.output_dir)
 
     def print(self, text: str) -> None:
         """Print a line beside the progress bar, on the main process."""
@@ -167,6 +168,7 @@ class Run:
         """Lock other runs out of the folders inside the block."""
         with ExitStack() as held:
             on_main(self.accelerator, lambda: folder.lock_folder(self.config, held))
+            self._held, self._lock = held, folder.lock_of(self.config.output_dir)
             check_shared(self.accelerator, self.config.output_dir)
             yield
 
@@ -205,6 +207,8 @@ class Run:
             state = asdict(TrainerFile(**counters, run=self.identity, items=self.length))
             documents: dict[str, object] = {CONFIG_FILE: self.document, STATE_FILE: state}
             documents[OUTPUTS_FILE] = self.log.keep_manifest()
+            if folder.lock_of(self.config.output_dir) != self._lock:
+                self._lock_again()
             if self.flow_description is not None:
                 documents[FLOW_FILE] = self.flow_description
             place, keep, total_steps = self.config.checkpoints, self.config.keep_checkpoints, self.progress()[1]
@@ -218,6 +222,18 @@ class Run:
 
             self.saver.save(step, tensors, write)
         return self.config.checkpoints / checkpoint.step_name(step)
+
+    def _lock_again(self) -> None:
+        """Keep other runs out of a folder that replaces one that was moved or deleted.
+
+        Raises:
+            BusyError: if another run trains there by now.
+        """
+        place = self.config.output_dir
+        self.print(f"warning: {place} was moved or deleted while the run trains; it goes on in a new folder")
+        with self.log.tolerant("the lock and config.json", (OSError,)):
+            folder.lock_again(place, self.document, self._held)
+            self._lock = folder.lock_of(place)
 
     def finish(self) -> None:
         """Flush all files, and write the final status and the paths of the files. Main process only."""

@@ -5,12 +5,13 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 ECHO = 1.0
 """Seconds within which a second signal counts as a duplicate of the first, for example one forwarded by a launcher."""
-STOPPED = "stopped as requested; run the same command to start again"
+LAUNCHERS = {b"accelerate", b"accelerate-launch", b"accelerate.commands.launch"}
 
 
 class Interrupted(KeyboardInterrupt):
@@ -35,12 +36,24 @@ def stop_on_signals() -> Iterator[None]:
     the launcher counts as a stop request, too.
     """
     _requests.request = None
-    _requests.launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+    _requests.launcher = _find_launcher()
     try:
         with handling_signals(_request_end):
             yield
     finally:
         _requests.request = _requests.launcher = None
+
+
+def _find_launcher() -> int | None:
+    """Return the number of the parent process if it is a launcher, which ends together with its workers."""
+    parent = os.getppid()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return parent
+    with suppress(OSError):  # a single process of accelerate launch, on Linux
+        words = Path(f"/proc/{parent}/cmdline").read_bytes().split(b"\0")
+        if any(os.path.basename(word) in LAUNCHERS for word in words):
+            return parent
+    return None
 
 
 @contextmanager

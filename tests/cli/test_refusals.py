@@ -178,6 +178,10 @@ REFUSALS: dict[tuple[str, str], list[tuple[str, str]]] = {
             "--set size=3 --guidance parity=2",
             "--guidance parity=2 has no effect, as parity has no value: pass --set par",
         ),
+        (
+            "--from_images {columns.data}/columns/00.png --guidance size=2",
+            "--guidance size=2 has no effect, as size has no value",
+        ),
         ("--grid colour seed", "--grid colour: "),
         ("--grid size seed=0", "--grid seed=0 must be seed=COUNT"),
         ("--prompts nowhere.txt", "nowhere.txt is missing"),

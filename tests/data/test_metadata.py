@@ -186,7 +186,7 @@ FILES: dict[str, tuple[dict[str, str | bytes], str]] = {
         "size: Number 3.5 0.25 10",
     ),
     "a title with a number sign": (
-        {"metadata.csv": "#,file_name,size\n0,00.png,3\n1,01.png,4"},
+        {"metadata.csv": "#size,file_name\n3,00.png\n4,01.png"},
         "size: Number 3 4 nan",
     ),
     "names before colons": (

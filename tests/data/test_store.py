@@ -5,6 +5,7 @@ import os
 import pickle
 import signal
 import time
+from collections.abc import Sequence
 from errno import EACCES, EIO, EMFILE, ENODEV, ENOLCK, ESTALE
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate import PartialState
 from filelock import FileLock
 from PIL import Image
 
+from rectified_flow.data import store_writer
 from rectified_flow.data.open import Pictures
 from rectified_flow.data.sources.folder import FileFolder
 from rectified_flow.data.sources.synthetic_flowers import SPECIES, SyntheticFlowers
@@ -23,6 +26,7 @@ from rectified_flow.data.store import ImageDataset
 from rectified_flow.data.store_writer import open_store
 from rectified_flow.errors import UsageError
 from rectified_flow.system import artifact
+from rectified_flow.system.signals import Interrupted
 from tests.patience import PATIENCE, wait_for
 
 
@@ -278,3 +282,26 @@ def test_a_store_in_a_read_only_cache_opens(tmp_path: Path) -> None:
     (tmp_path / f".{path.name}.lock").unlink()
     assert open_store(SyntheticFlowers(8, count=4), 4, cache_dir=tmp_path) == path
     assert not (tmp_path / f".{path.name}.lock").exists(), "opening wrote to the cache"
+
+
+def test_the_end_of_the_launcher_ends_the_writing_of_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    PartialState()
+    requests = iter(["launcher exited"])
+    monkeypatch.setattr(store_writer, "stop_requested", lambda: next(requests, None))
+    made = list[int]()
+
+    def make(numbers: Sequence[int]) -> dict[str, torch.Tensor]:
+        made.extend(numbers)
+        return {"values": torch.tensor(numbers)}
+
+    def write() -> None:
+        store = store_writer.StoreWriter(tmp_path / "rows", 4, "rows", recipe={})
+        with store_writer.claimed(store) as is_missing:
+            assert is_missing
+            store_writer.fill(store, make, dict, batch_size=2)
+
+    with pytest.raises(Interrupted, match="launcher exited"):
+        write()
+    assert made == [0, 1]
+    write()
+    assert made == [0, 1, 2, 3], "the rows that were written are kept"

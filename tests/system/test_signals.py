@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -94,6 +95,19 @@ def test_the_end_of_the_launcher_is_a_request(monkeypatch: pytest.MonkeyPatch) -
         assert stop_requested() is None
         monkeypatch.setattr(os, "getppid", lambda: -1)
         assert stop_requested() == "launcher exited"
+
+
+def test_the_end_of_accelerate_launch_is_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its launcher of a single process is known by its command line only."""
+    waits = "import sys; sys.stdin.read()"
+    for name, request in {"accelerate": "launcher exited", "shell": None}.items():
+        parent = subprocess.Popen([sys.executable, "-c", waits, f"/usr/bin/{name}"], stdin=subprocess.PIPE)
+        with monkeypatch.context() as patched, parent:
+            patched.setattr(os, "getppid", lambda pid=parent.pid: pid)
+            with stop_on_signals():
+                patched.setattr(os, "getppid", lambda: 1)
+                assert stop_requested() == request
+            parent.communicate()
 
 
 def start_program(folder: Path, flags: list[str]) -> None:

@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from filelock import FileLock, Timeout
 from torch import Tensor
 
 from rectified_flow import Measurement
@@ -37,6 +39,15 @@ class Remover(Callback):
     def on_step(self, trainer: Trainer) -> None:
         if trainer.state.step == 1:
             (trainer.config.output_dir / OUTPUTS_MANIFEST).unlink()
+
+
+class Mover(Callback):
+    """Moves the run's folder away after the first step."""
+
+    def on_step(self, trainer: Trainer) -> None:
+        if trainer.state.step == 1:
+            folder = trainer.config.output_dir
+            folder.rename(folder.with_name("moved"))
 
 
 class Recorder(Callback):
@@ -161,6 +172,29 @@ def test_a_stop_on_one_rank_leaves_no_other_waiting(tmp_path: Path) -> None:
     assert [row["step"] for row in rows(folder)] == [0, 4]
     run_on_ranks(2, run, str(folder), cache)
     assert [row["step"] for row in rows(folder)] == [0, 4, 8, 10], "made up for on resuming"
+
+
+def train_in_a_moved_folder(config: TrainingConfig, dataset: ImageDataset) -> tuple[int, bool]:
+    """Train, and return the last step, and whether another run could lock the folder during the last step."""
+
+    class Prober(Callback):
+        is_free = True
+
+        def on_step(self, trainer: Trainer) -> None:
+            if trainer.state.step == config.train_num_steps:
+                with suppress(Timeout), FileLock(config.output_dir / ".run.lock", timeout=0):
+                    return
+                self.is_free = False
+
+    prober = Prober()
+    ended = train(config, dataset, callbacks=[Mover(), prober])
+    return ended["step"], prober.is_free
+
+
+def test_a_run_whose_folder_is_moved_while_it_trains_keeps_others_out(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path / "run", train_num_steps=4, save_every=2, sample_every=2, num_samples=1)
+    assert run_on_ranks(1, train_in_a_moved_folder, config, tiny_dataset(tmp_path)) == [(4, False)]
+    assert (tmp_path / "run/config.json").exists()
 
 
 def test_a_full_disk_does_not_stop_the_run(tmp_path: Path) -> None:
