@@ -111,6 +111,7 @@ def test_a_card_names_data_command_licence_and_evaluation(tmp_path: Path) -> Non
     drawn = {"checkpoint": "moved/step_00000001", "weights": "last weights", "steps": 4, "num_samples": 9}
     results = [
         {**drawn, "split": "train", "guidance_scale": 2.0, "distances": {"fid": 2.5, "kid_std": 0.1}},
+        {**drawn, "seed": 1, "guidance_interval": [0.6, 0.8], "distances": {"fid": 3.5, "bits_per_dimension": 4.5}},
         {**drawn, "checkpoint": "moved/step_00000002", "distances": {"fid": 9.5}},
         {**drawn, "weights": "averaged weights", "distances": {"fid": 7.5}},
         {**drawn, "autoguidance": 2.0, "distances": {"fid": 1.5}},  # needs another checkpoint, too
@@ -124,6 +125,8 @@ def test_a_card_names_data_command_licence_and_evaluation(tmp_path: Path) -> Non
     assert (data["library_name"], data["pipeline_tag"]) == ("rectified-flow-trainer", "unconditional-image-generation")
     assert "M parameters. Conditions: labels (labels). Trained on me/cats.\n" in written.text
     assert "| 4 steps, guidance 2, 9 pictures | fid | 2.5 |\n" in written.text
+    assert "| 4 steps, from 0.6 to 0.8, seed 1, 9 pictures | fid | 3.5 |\n" in written.text
+    assert "| 4 steps, from 0.6 to 0.8, seed 1 | bits_per_dimension | 4.5 |\n" in written.text
     assert '## Training\n\n```json\n{\n "lr_decay": "cosine",\n "seed": 3\n}\n```' in written.text
     assert "secret" not in str(written)
 
