@@ -362,9 +362,9 @@ def with_point(text: str) -> str:
 
 
 def with_points(texts: Sequence[str]) -> list[str]:
-    """Return the texts of a column whose numbers may have a decimal comma, with a point in its place.
+    """Return the texts of a column with decimal points in place of decimal commas.
 
-    If a number has one, points in the others, as in 1.200, separate groups of digits.
+    If any number has a decimal comma, points as in 1.200 are removed, as they are thousands separators.
     """
     has_commas = any("," in text and (DECIMAL.fullmatch(text) or POINTED.fullmatch(text)) for text in texts)
     return [with_point(text.replace(".", "") if has_commas and POINTED.fullmatch(text) else text) for text in texts]

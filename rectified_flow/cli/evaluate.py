@@ -165,14 +165,14 @@ def real_data(
 def _with_fitting_list(data: PictureData) -> PictureData:
     """Return the data of another folder, with the `exclude` list of the run only if the folder has all of its files."""
     listed, whole = data.pictures.exclude, replace(data, pictures=replace(data.pictures, exclude=()))
-    name = whole.find().name  # an error that remains concerns the list
+    name = whole.find().name  # raises an error if the folder is invalid, so that one below concerns the list
     try:
         data.find()
     except UsageError:
-        text = f"no picture is left out, as a name of the run's --exclude list is not in {name}"
+        text = f"the run's --exclude list is ignored, as {name} lacks some of its files"
         PartialState().print(line("pictures", text))
         return whole
-    text = f"left out the {len(listed):,} names of the run's --exclude list, which are all in {name}"
+    text = f"left out the {len(listed):,} files or subfolders of the run's --exclude list"
     PartialState().print(line("pictures", text))
     return data
 

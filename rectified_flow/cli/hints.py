@@ -42,7 +42,7 @@ OF_OTHERS: dict[str, tuple[str, ...]] = {
 SEPARATED = {"classes"}
 """Flags whose values are one word with commas."""
 ALONE = {"from_images"}
-"""Flags that take a file or a folder, and after which people write several files."""
+"""Flags that take one file or a folder, but are often given several files."""
 
 
 def hints(

@@ -56,7 +56,7 @@ class SolverConfig(Flags):
     guidance: Annotated[tuple[str, ...], tyro.conf.arg(metavar="[NAME=SCALE ...]"), default_is("none")] = ()
     """Guidance scales of single conditions beside --guidance_scale, such as category=2 text=3."""
     autoguidance: Annotated[NonNegative | None, default_is("2.5 for runs on 400 items or more, else 1")] = None
-    """Autoguidance scale of a rectified flow, away from an early checkpoint of its run; doubles the network calls."""
+    """Autoguidance scale of a rectified flow, away from an early checkpoint of its run; takes up to twice the calls."""
     guidance_interval: Annotated[
         tuple[float, float] | None,
         flag(needs="guidance_scale guidance autoguidance"),

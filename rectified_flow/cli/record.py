@@ -93,7 +93,7 @@ def begun_flags(
     """
     if waits:
         wait_for_end(run.output_dir)
-    if run.checkpoint_dir is not None:  # else the run would begin anew, with the data of the defaults
+    if run.checkpoint_dir is not None:  # else the run would restart from step 0 with the default dataset
         check_place(run)
     found = checkpoint.list_checkpoints(run.checkpoint_dir or checkpoint.place_of(run.output_dir))
     if not found and distilled is not None and _stored_source(distilled) is not None:

@@ -261,7 +261,7 @@ def _write(file: Path, content: bytes) -> None:
 def _results(flow: Flow, numbers: Sequence[int], request: SampleRequest) -> Iterator[tuple[Sequence[int], Tensor]]:
     """Yield numbers of results, and the contents of their files ``[b, ...]``, a batch at a time."""
     for some, data in sample_batches(flow, numbers, render=False, **request.options):
-        raise_if_stop_requested()  # the end of the launcher raises no signal
+        raise_if_stop_requested()  # no signal reports that the launcher exited
         results = flow.space.medium.contents(data)
         if request.kept is not None:
             known, mask = (each.to(results.device) for each in request.kept)

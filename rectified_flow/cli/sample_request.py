@@ -94,7 +94,7 @@ def read_request(flags: PicturesConfig, trained: Trained, options: dict[str, Any
 
 
 def with_texts(request: SampleRequest, texts: dict[str, list[str]], flow: Flow, variants: int) -> SampleRequest:
-    """Return the request for results of pictures with conditions, which each picture gets in turn.
+    """Return a request that assigns the values of each condition to the results of pictures in turn.
 
     Raises:
         UsageError: if a condition has more values than there are results.
@@ -102,10 +102,10 @@ def with_texts(request: SampleRequest, texts: dict[str, list[str]], flow: Flow, 
     count = len(request.names)
     for name, values in texts.items():
         if len(values) > count:
-            found = f"{len(values)} values of {name} are given, and --from_images has {count} results"
+            found = f"{len(values)} values of {name} are given, but --from_images yields only {count} results"
             raise UsageError(f"{found}: pass at most {count} values")
     files = count // variants
-    # The first results of all files precede the second ones, which would have the same values.
+    # Results are ordered by variant, then by file. Shifted values make the variants of a file differ.
     repeated = {name: values for name, values in texts.items() if variants > 1 and files % len(values) == 0}
     if repeated:
         turns = [number + number // files for number in range(count)]

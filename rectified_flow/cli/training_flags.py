@@ -89,7 +89,7 @@ class DataConfig(Flags):
     exclude: Annotated[
         tuple[str, ...], flag(for_pictures=True), tyro.conf.arg(metavar="LIST.txt | NAME ..."), default_is("none")
     ] = ()
-    """Pictures to leave out: paths of files or subfolders, numbers of rows, or a text file with one a line."""
+    """Pictures to leave out: paths of files or subfolders, numbers of rows, or a text file with one per line."""
     max_train_samples: Annotated[
         Positive | None, flag(for_pictures=True, excludes="paired", stands_for="limit"), default_is("all")
     ] = None

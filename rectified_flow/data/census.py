@@ -20,7 +20,7 @@ MOST_COMPARED = 8  # number of the last pictures with the same part of a hash th
 
 
 def is_flat(row: Row) -> bool:
-    """Return whether a picture, uint8 ``[c, h, w]``, has one colour, and one transparency."""
+    """Return whether all pixels of a picture, uint8 ``[c, h, w]``, have one colour and transparency."""
     some = row[0, ::4, ::4]  # these few values of most pictures differ
     return int(some.max()) - int(some.min()) <= NOISE and bool((np.ptp(row, axis=(1, 2)) <= NOISE).all())
 

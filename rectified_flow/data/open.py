@@ -104,7 +104,7 @@ class Pictures:
             UsageError: if they cannot be found, or the framing makes no sense.
         """
         source = self._find()
-        if self.exclude and not source.excluded:  # a folder of pictures is listed without them
+        if self.exclude and not source.excluded:  # a FileFolder has left them out already
             source.exclude(self.exclude)
         return source
 

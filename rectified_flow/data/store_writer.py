@@ -164,7 +164,7 @@ def fill(
                 if start == 0:
                     on_main(state, partial(store.allocate, rows))
                 store.write(first, rows)
-                request = stop_requested()  # the end of the launcher raises no signal
+                request = stop_requested()  # no signal reports that the launcher exited
                 is_stopped = any_rank(state, request is not None)
                 if state.is_main_process:
                     store.written(end)
@@ -292,7 +292,7 @@ def _build(
                 store.write(len(kept) - len(written), images, durable=False)  # the whole store is flushed at the end
     if not kept:
         raise UsageError(f"none of the {len(broken)} images in {source.name} could be read")
-    remedies = {TRANSPARENT: "save them with visible pixels", WHITE: "pass `alpha`, which needs pixels, not latents"}
+    remedies = {TRANSPARENT: "save them with visible pixels", WHITE: "pass `alpha`, which latents do not have"}
     for what, remedy in remedies.items():
         if len(remarked.get(what, [])) == len(kept):
             raise UsageError(f"all {len(kept)} pictures of {source.name} are {what}: {remedy}")
@@ -301,7 +301,7 @@ def _build(
     skipped = f"skipped {len(broken):,} broken {'image' if len(broken) == 1 else 'images'}"
     noted = [f"{skipped}; the first is {each} ({broken[each]})" for each in [*broken][:1]]
     if len(numbers) < every:
-        noted += [f"read {len(numbers):,} of {every:,} images, spread over all of them, by their `limit`"]
+        noted += [f"read {len(numbers):,} of {every:,} images, spread over all of them, because of `limit`"]
     noted += [counted_sentence(len(equal), "equal to an earlier one", each) for each in equal[:1]]
     noted += [counted_sentence(len(remarked[what]), what, remarked[what][0]) for what in shown]
     originals, labels = zip(*kept, strict=True)

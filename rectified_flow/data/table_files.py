@@ -248,7 +248,7 @@ def _separated_rows(text: str, layout: Layout) -> Iterator[Row]:
 
 
 def with_decimal_points(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows of a table whose numbers may have a decimal comma, as its cells have another separator."""
+    """Return the rows of a table that is not separated by commas, with decimal points in place of decimal commas."""
     titles = [*dict.fromkeys(title for row in rows for title in row)]
     columns = {title: with_points([row.get(title, "") for row in rows]) for title in titles}
     return [{title: columns[title][number] for title in row} for number, row in enumerate(rows)]

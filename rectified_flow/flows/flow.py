@@ -260,14 +260,14 @@ class Flow(nn.Module):
             strength: the time to start at, with ``start``.
 
         Raises:
-            UsageError: if neither ``noise`` nor the space has a shape, a value of a condition does not exist or is no
-                tensor, the numbers of rows differ, ``strength`` has no ``start``, the ``start`` has another shape than
-                ``x``, or a flow from sources has no ``source``.
+            UsageError: if neither ``noise`` nor the space has a shape, a condition has an unknown value or is not
+                a tensor, the numbers of rows differ, ``strength`` has no ``start``, the ``start`` has another shape
+                than ``x``, or a flow from sources has no ``source``.
         """
         for name, value in conditions.items():
             if name not in (*self.conditions, SOURCE) and not torch.is_tensor(value):
-                unknown = f"{type(self).__name__}.sample has no argument `{name}`, and the network no such condition"
-                raise UsageError(f"{unknown}: leave it out")
+                unknown = f"is neither an argument of {type(self).__name__}.sample nor a condition of the network"
+                raise UsageError(f"`{name}` {unknown}: leave it out")
             fitting(quoted(name), [value], Tensor, strict=True)
         if start is None and strength != 1:
             raise UsageError("`strength` needs `start`: pass the data to start from")
@@ -280,7 +280,7 @@ class Flow(nn.Module):
         rows = {name: len(each) for name, each in tensors.items() if each is not None}
         if len(set(rows.values())) > 1:
             found = ", ".join(f"`{name}` has {number} row{'s' * (number != 1)}" for name, number in rows.items())
-            raise UsageError(f"{found}: pass the same number of rows of each")
+            raise UsageError(f"{found}: pass tensors with equal numbers of rows")
         count = next(iter(rows.values()), count)
         if noise is None:
             if self.space.shape is None:
@@ -380,7 +380,7 @@ def _device_of(module: nn.Module) -> torch.device:
 
 
 def _broadcasts(mask: Tensor, x: Tensor) -> bool:
-    """Return whether a mask can be broadcast to ``x``, whose shape stays as it is."""
+    """Return whether a mask can be broadcast to the shape of ``x``."""
     sizes = zip(reversed(mask.shape), reversed(x.shape), strict=False)
     return mask.ndim <= x.ndim and all(size in (1, of_x) for size, of_x in sizes)
 

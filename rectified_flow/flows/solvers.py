@@ -29,9 +29,9 @@ Inpaint = Callable[[Tensor, float], Tensor]
 """A function that returns ``x`` at a time with the part that is not generated put back."""
 
 AUTOGUIDANCE, AUTOGUIDED = 2.5, (0.0, 0.9)
-"""Default scale of autoguidance, and its interval. Nearer to the noise, it changes colours and adds copies."""
+"""Default scale of autoguidance, and its interval. Above it, autoguidance shifts colours and adds copies."""
 AUTOGUIDANCE_OF_PATHS = 1.5
-"""Default scale of autoguidance for the paths of a teacher, at all times: others are harder to learn."""
+"""Default scale of autoguidance for the paths of a teacher, at all times. The one for samples gave worse maps."""
 CALLS_PER_STEP: dict[Solver, int] = {"euler": 1, "midpoint": 2, "heun": 2, "ab2": 1, "dpmpp_2m": 1, "stochastic": 1}
 """Network calls in one interval."""
 

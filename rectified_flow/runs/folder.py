@@ -238,7 +238,7 @@ def lock_folder(config: TrainingConfig, held: ExitStack) -> None:
 
 
 def lock_of(folder: Path) -> tuple[int, int] | None:
-    """Return the device and the number of the file of a run's lock; None if there is none."""
+    """Return the device and the inode of the lock file of a run; None if there is none."""
     with suppress(OSError):
         found = os.stat(folder / f".{LOCK}.lock")
         return found.st_dev, found.st_ino
@@ -246,7 +246,7 @@ def lock_of(folder: Path) -> tuple[int, int] | None:
 
 
 def lock_again(folder: Path, document: Mapping[str, object], held: ExitStack) -> None:
-    """Lock the folder of a run in place of one that was moved or deleted, and write its ``config.json``."""
+    """Create and lock the folder of a run after it was moved or deleted, and write its ``config.json``."""
     folder.mkdir(parents=True, exist_ok=True)
     held.enter_context(_locked_run(folder))
     write_config(folder, document)
@@ -294,7 +294,7 @@ def precision_name(accelerator: Accelerator) -> str:
 
 
 def check_place(config: TrainingConfig) -> None:
-    """Raise a UsageError if the run in the output folder has its checkpoints in another folder than the flags name."""
+    """Raise a UsageError if the checkpoints of the run in ``output_dir`` are not in ``checkpoint_dir``."""
     place = checkpoint.place_of(config.output_dir)
     if checkpoint.list_checkpoints(place) and not checkpoint.list_checkpoints(config.checkpoints):
         remedy = f"pass `checkpoint_dir` {place}, or move them"

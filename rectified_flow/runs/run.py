@@ -227,10 +227,12 @@ class Run:
         """Keep other runs out of a folder that replaces one that was moved or deleted.
 
         Raises:
-            BusyError: if another run trains there by now.
+            BusyError: if another run has locked the new folder.
         """
         place = self.config.output_dir
-        self.print(f"warning: {place} was moved or deleted while the run trains; it goes on in a new folder")
+        self.print(
+            f"warning: {place} was moved or deleted during training; the run continues in a new folder of that name"
+        )
         with self.log.tolerant("the lock and config.json", (OSError,)):
             folder.lock_again(place, self.document, self._held)
             self._lock = folder.lock_of(place)

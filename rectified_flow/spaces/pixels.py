@@ -56,7 +56,7 @@ class Pixels(Space):
     @override
     def augment(self, data: Tensor) -> tuple[Tensor, Values]:
         if data.ndim != 4:
-            found = f"`space` Pixels is for pictures [b, c, h, w], and the data are {list(data.shape)}"
+            found = f"`space` Pixels is for pictures [b, c, h, w], and the data have the shape {list(data.shape)}"
             raise UsageError(f"{found}: pass items [c, h, w], or a `space` of your own")
         data = cropped(data, self.shape, at_random=True)
         data = mirrored(data) if self.horizontal_flip else data

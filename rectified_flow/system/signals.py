@@ -45,7 +45,7 @@ def stop_on_signals() -> Iterator[None]:
 
 
 def _find_launcher() -> int | None:
-    """Return the number of the parent process if it is a launcher, which ends together with its workers."""
+    """Return the ID of the parent process if it is a launcher, which ends together with its workers."""
     parent = os.getppid()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return parent

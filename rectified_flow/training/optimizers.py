@@ -208,5 +208,5 @@ def warm_up_note(config: TrainingConfig, steps: int) -> str | None:
     warm_up = config.lr_warmup_steps
     if warm_up <= steps:
         return None
-    share = f"only {steps / warm_up:.0%} of `learning_rate` in {steps:,} steps"
-    return f"`lr_warmup_steps` {warm_up:,} reaches {share}: pass fewer"
+    share = f"only {steps / warm_up:.0%} of `learning_rate` is reached in {steps:,} steps"
+    return f"`lr_warmup_steps` is {warm_up:,}, so {share}: pass fewer"

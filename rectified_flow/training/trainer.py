@@ -95,8 +95,8 @@ class Trainer:
         self._set_pace(Pace(config.total_steps(self.batch, self.length)))
         parameters = trained_parameters(flow)
         to_device(flow, self.device, self.accelerator.mixed_precision)
-        # A forward pass: a flow learns its shape, and a mismatch shows before anything else happens. The item is there
-        # twice, since mean flow takes no derivative of a single row.
+        # One forward pass, so that a flow learns its shape, and a mismatch is reported first. The item is repeated,
+        # because mean flow computes no derivative of a single row.
         was_training = flow.training
         item = Batches(dataset).__getitems__([0])
         check_values(getattr(flow, "conditions", {}), item)

@@ -198,8 +198,8 @@ def test_the_exclude_list_applies_only_to_a_folder_with_all_of_its_files(
     assert isinstance(pictures, ImageDataset)
     assert (listed[0] in pictures.names) == (not is_moved)
     assert len(pictures) == (COUNT - 2 if is_moved else COUNT)
-    left_out = "left out the 2 names of the run's --exclude list, which are all in pets"
-    other = "no picture is left out, as a name of the run's --exclude list is not in pets"
+    left_out = "left out the 2 files or subfolders of the run's --exclude list"
+    other = "the run's --exclude list is ignored, as pets lacks some of its files"
     assert f"pictures    {left_out if is_moved else other}\n" in capsys.readouterr().out
 
 

@@ -73,7 +73,7 @@ REFUSALS: dict[tuple[str, str], list[tuple[str, str]]] = {
             "--output_dir {pictures.one} --dataset_path {paired.data}/to --dim_mults 1",
             "was trained on other data, at another size or with another --holdout",
         ),
-        ("--exclude b/99.png", "--exclude names b/99.png, which is no image of pictures: correct"),
+        ("--exclude b/99.png", "--exclude names b/99.png, which is no image and no folder of pictures: correct"),
     ],
     (TRAIN, COLUMNS): [
         ("--condition_on text --text_tokens 4", "--text_tokens needs --text_encoder"),

@@ -345,6 +345,6 @@ def test_each_result_of_a_picture_has_the_next_value_of_a_condition() -> None:
     assert found == [("p00-1", "a"), ("p01-1", "b"), ("p00-2", "b"), ("p01-2", "a")]
     assert written.options["conditions"]["labels"].tolist() == [0, 1, 1, 0]
     with pytest.raises(
-        UsageError, match=r"^3 values of labels are given, and --from_images has 2 results: pass at most 2"
+        UsageError, match=r"^3 values of labels are given, but --from_images yields only 2 results: pass"
     ):
         with_texts(replace(request, names=Names(["p00", "p01"], 1)), {"labels": ["a", "b", "a"]}, flow, 1)

@@ -326,7 +326,7 @@ def test_files_with_and_without_unknown_values_are_read_alike(tmp_path: Path) ->
     ("how", "sentence"),
     [
         ({"image_size": 8, "aspect_ratio": "3"}, "`aspect_ratio` is 3; it must be width:height"),
-        ({"image_size": 8, "exclude": ["2.png"]}, r"`exclude` names 2\.png, which is no image of"),
+        ({"image_size": 8, "exclude": ["2.png"]}, r"`exclude` names 2\.png, which is no image and no folder of"),
         ({"image_size": 8, "exclude": ["1.png"]}, "`exclude` lists all images of"),
     ],
 )
@@ -518,7 +518,7 @@ def test_a_source_of_ones_own_is_excluded_from_without_a_change(tmp_path: Path) 
     source = FileFolder(tmp_path / "pics")
     assert len(open_dataset(source=source, image_size=4, exclude=["a"])) == 1
     assert len(open_dataset(source=source, image_size=4)) == 3
-    with pytest.raises(UsageError, match="`exclude` names c, which is no image of pics"):
+    with pytest.raises(UsageError, match="`exclude` names c, which is no image and no folder of pics"):
         open_dataset(source=source, image_size=4, exclude=["c"])
 
 

@@ -40,10 +40,10 @@ KINDS = {
     "masks in two formats": ("1.jpg|1_mask.png|1_mask.jpg", "1.jpg", ["left out 2 masks beside"]),
     "labels of ADE20K and of ISIC": ("1.jpg|1_parts_1.png|1_superpixels.png", "1.jpg", ["left out 2 masks beside"]),
     "maps of a rendering": ("r_0.png|r_0_depth_0001.png|r_0_normal_0001.png", "r_0.png", ["left out 2 maps of depth"]),
-    "thumbnails of Telegram": ("s.webp|s.webp_thumb.jpg|p.jpg|p_thumb.jpg", "p.jpg|s.webp", ["left out 2 copies of"]),
+    "thumbnails of Telegram": ("s.webp|s.webp_thumb.jpg|p.jpg|p_thumb.jpg", "p.jpg|s.webp", ["left out 2 files of"]),
     "maps of depth": ("1.png|1_depth.png", "1.png", ["left out 1 maps of depth or of normals beside their pictures"]),
-    "copies of another size": ("1.jpg|1-300x200.jpg|1@2x.jpg|1_thumb.jpg", "1.jpg", ["left out 3 copies of another"]),
-    "sizes of an icon": ("i.png|i@2x.png~2|i@3x.png~3", "i.png", ["left out 2 copies of another size"]),
+    "copies of another size": ("1.jpg|1-300x200.jpg|1@2x.jpg|1_thumb.jpg", "1.jpg", ["left out 3 files of other"]),
+    "sizes of an icon": ("i.png|i@2x.png~2|i@3x.png~3", "i.png", ["left out 2 files of other sizes"]),
     "coloured maps": ("1.jpg~J|1_normal.jpg~J|1_seg.jpg~J", "1.jpg", ["left out 1 maps", "left out 1 masks"]),
     "parts of a photograph": (
         "c.jpg~J|c_part_1.jpg~J",

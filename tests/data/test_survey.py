@@ -131,8 +131,8 @@ def test_what_is_left_out_and_why_is_said(tmp_path: Path) -> None:
     assert notes == {
         (0, None): [],
         (2, None): ["left out 2 images by `exclude`"],
-        (0, 4): ["read 4 of 6 images, spread over all of them, by their `limit`"],
-        (2, 3): ["left out 2 images by `exclude`", "read 3 of 4 images, spread over all of them, by their `limit`"],
+        (0, 4): ["read 4 of 6 images, spread over all of them, because of `limit`"],
+        (2, 3): ["left out 2 images by `exclude`", "read 3 of 4 images, spread over all of them, because of `limit`"],
         (2, 4): ["left out 2 images by `exclude`"],
     }
 
@@ -303,7 +303,7 @@ def test_white_shapes_are_shown_by_their_transparency(tmp_path: Path) -> None:
         shape[number + 1 :, :, 3] = 0
         save(tmp_path / "pics", f"{number}.png", shape)
     with pytest.raises(
-        UsageError, match=r"all 3 pictures of pics are of one colour over white, .*: pass `alpha`, which"
+        UsageError, match=r"all 3 pictures of pics are of one colour once white .*: pass `alpha`, which"
     ):
         opened(tmp_path / "pics", Framing(8, 8))
     assert not any("of one colour" in note for note in opened(tmp_path / "pics", Framing(8, 8, True)).info.notes)

@@ -339,7 +339,7 @@ def test_a_warm_up_that_never_ends_is_printed(
 ) -> None:
     config = tiny_config(tmp_path, train_num_steps=2, lr_warmup_steps=warm_up, num_samples=0)
     Trainer(Normed(), flowers, config, lr_schedule=(lambda _updates, _total: 1.0) if own else None).train()
-    said = "warning: `lr_warmup_steps` 8 reaches only 25% of `learning_rate` in 2 steps: pass fewer"
+    said = "warning: `lr_warmup_steps` is 8, so only 25% of `learning_rate` is reached in 2 steps: pass fewer"
     assert (said in capsys.readouterr().out) == (warm_up > 2 and not own)
 
 

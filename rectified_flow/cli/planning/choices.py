@@ -33,7 +33,7 @@ from rectified_flow.system.terminal import line, lines
 from rectified_flow.training.clock import Clock
 from rectified_flow.training.speed import Speed
 
-USUAL_SIDES = 0.9  # share of the pictures that are as large as a chosen size, so that one larger picture chooses none
+USUAL_SIDES = 0.9  # quantile of the sides that limits the size, so that few larger pictures do not
 
 
 def with_pictures(

@@ -30,7 +30,7 @@ TOO_WIDE = "cropped to half of the area or less (`aspect_ratio` and `crop` none 
 HAZY = "partly transparent in most of the area, so that white shows through (`alpha` keeps the fourth channel)"
 FRAMES = "of a file with several pages or frames, of which one is read"
 COLOURED = "coloured, and trained on in grey"
-WHITE = "of one colour over white, in place of their transparency (`alpha` keeps the fourth channel)"
+WHITE = "of one colour once white fills their transparent parts (`alpha` keeps the fourth channel)"
 OPAQUE = 255
 MIN_KEPT = 0.5  # share of the area of a picture up to which its crop is reported
 
@@ -169,7 +169,7 @@ def excluded_among(names: Sequence[str], exclude: Collection[str], source: str) 
     """
     folders = {name: {*map(str, PurePath(name).parents)} for name in names}
     if unknown := sorted({*exclude} - {*names} - set[str]().union(*folders.values())):
-        raise UsageError(f"`exclude` names {unknown[0]}, which is no image of {source}: correct the list")
+        raise UsageError(f"`exclude` names {unknown[0]}, which is no image and no folder of {source}: correct the list")
     excluded = frozenset(name for name in names if name in exclude or not folders[name].isdisjoint(exclude))
     if excluded and len(excluded) == len({*names}):
         raise UsageError(f"`exclude` lists all images of {source}: list fewer images")

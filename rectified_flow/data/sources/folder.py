@@ -106,7 +106,7 @@ class FileFolder(ImageSource):
     def _without_companions(self, files: list[Path]) -> list[Path]:
         """Return the files that are read, without those that belong to another, with a note on each kind of these.
 
-        Of a picture in several sizes, the largest is read, by the name of the picture.
+        If a picture exists in several sizes, the largest file is read under the name of the picture.
         """
         left_out, alike = defaultdict[str, list[Path]](list), list[Path]()
         scaled = defaultdict[Path, list[Path]](list)

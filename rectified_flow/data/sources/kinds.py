@@ -43,7 +43,9 @@ PICTURES = {
 CLOUD = ".icloud"
 """Suffix of the hidden file in place of one that is not downloaded from iCloud."""
 DOUBTFUL_FOLDERS = {
-    **{name: noun for name, noun in COMPANIONS.items() if name != "control"},  # a group of a trial
+    **{
+        name: noun for name, noun in COMPANIONS.items() if name != "control"
+    },  # often a class, such as the control group of a trial
     **dict.fromkeys(("originals", "original", "unedited", "masters"), "originals of edited pictures"),
     **dict.fromkeys(("rejected", "rejects", "reject", "deleted", "trash", "discarded", "removed"), "rejected pictures"),
     **dict.fromkeys(("bad", "blurry", "duplicates", "dupes", "unsorted", "todo"), "rejected pictures"),
@@ -83,6 +85,7 @@ class Beside(NamedTuple):
     """Whether photographs may have such names, too: JPEG files are read."""
 
 
+SIZES = "files of other sizes (the largest is read under the name of its picture)"
 BESIDE = (
     Beside(r"[-_. ](?:masklabel|condlabel|masks?|seg|segmentation|labels?|gt|matte|trimap)(?:_\d+)?$", "masks"),
     Beside(r"[-_.](?:depth|normals?|disparity)(?:_\d+)?$", "maps of depth or of normals"),
@@ -90,7 +93,7 @@ BESIDE = (
     Beside(r"[-_]parts?_\d+$", "masks", is_part=True),
     Beside(
         r"(?:\.\w{3,4})?[-_.](?:thumb|thumbnail|preview|small|tn)$|-\d+x\d+$|@[23]x$",
-        "copies of another size",
+        SIZES,
         is_scaled=True,
     ),
     Beside(r"[-_ ](?:edited|bearbeitet|modifi\u00e9|editado|modificato|bewerkt)(?:\(\d+\))?$", "edited copies", True),
