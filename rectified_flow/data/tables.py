@@ -196,6 +196,8 @@ def _read(path: Path) -> list[Row]:
     if path.suffix != ".csv":
         return rows_of(path, json_rows(text))
     text = SEPARATOR_LINE.sub("", text)
+    while text.startswith("#") and not _separator_of(text):  # a remark in front of the titles
+        text = text.partition("\n")[2]
     rows = rows_of(path, _csv_rows(text))
     return rows if _separator_of(text) == "," else with_decimal_points(rows)
 

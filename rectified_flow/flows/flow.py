@@ -325,7 +325,8 @@ class Flow(nn.Module):
         sides = self.space.medium.sides if x.ndim == 4 else ()
         sides = sides if sides and all(sides) else tuple(x.shape[2:])
         fits = _broadcasts(mask, x)
-        if mask.dtype != torch.bool or not (fits or tuple(mask.shape) in ((len(x), 1, *sides), (1, 1, *sides))):
+        shapes = (len(x), 1, *sides), (1, 1, *sides), (1, *sides)
+        if mask.dtype != torch.bool or not (fits or tuple(mask.shape) in shapes):
             found = f"`mask` is {mask.dtype} {tuple(mask.shape)}"
             raise UsageError(f"{found}: pass torch.bool {(len(x), 1, *sides)}, true where data are generated")
         known, generated = self.space.encode(start).to(x.device), mask.to(x.device)
@@ -382,7 +383,8 @@ def _device_of(module: nn.Module) -> torch.device:
 def _broadcasts(mask: Tensor, x: Tensor) -> bool:
     """Return whether a mask can be broadcast to the shape of ``x``."""
     sizes = zip(reversed(mask.shape), reversed(x.shape), strict=False)
-    return mask.ndim <= x.ndim and all(size in (1, of_x) for size, of_x in sizes)
+    is_whole = x.ndim != 4 or mask.shape[-2:] == x.shape[-2:]  # not a value for each row or column
+    return is_whole and mask.ndim <= x.ndim and all(size in (1, of_x) for size, of_x in sizes)
 
 
 def expand(t: Tensor, x: Tensor) -> Tensor:

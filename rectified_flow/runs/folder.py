@@ -238,17 +238,26 @@ def lock_folder(config: TrainingConfig, held: ExitStack) -> None:
 
 
 def lock_of(folder: Path) -> tuple[int, int] | None:
-    """Return the device and the inode of the lock file of a run; None if there is none."""
-    with suppress(OSError):
+    """Return the device and the inode of the lock file of a run; None if there is none.
+
+    Raises:
+        OSError: if that cannot be found out, for example as a network disk does not answer.
+    """
+    with suppress(FileNotFoundError, NotADirectoryError):
         found = os.stat(folder / f".{LOCK}.lock")
         return found.st_dev, found.st_ino
     return None
 
 
 def lock_again(folder: Path, document: Mapping[str, object], held: ExitStack) -> None:
-    """Create and lock the folder of a run after it was moved or deleted, and write its ``config.json``."""
+    """Create and lock the folder of a run after it was moved or deleted, and write its ``config.json``.
+
+    Raises:
+        BusyError: if another run has locked the new folder.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    held.enter_context(_locked_run(folder))
+    busy = f"`output_dir` {folder} was moved or deleted, and another run trains in its place"
+    held.enter_context(locked(folder, LOCK, busy, 0))
     write_config(folder, document)
 
 

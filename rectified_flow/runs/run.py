@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 
 from rectified_flow.data.stream import fingerprint_of
 from rectified_flow.distributed import check_equal, check_shared, on_main
-from rectified_flow.errors import RunError, UsageError, first_line
+from rectified_flow.errors import BusyError, RunError, UsageError, first_line
 from rectified_flow.flags import plain
 from rectified_flow.registry import Document, describe
 from rectified_flow.runs import checkpoint, folder
@@ -178,6 +178,8 @@ class Run:
         try:
             on_main(self.accelerator, self._open)
             yield
+        except BusyError:  # the status there is that of another run
+            raise
         except BaseException as error:
             folder.write_failure(self.config.output_dir, error, *self.progress())
             raise
@@ -201,14 +203,13 @@ class Run:
         checkpoint was not written.
         """
         if self.accelerator.is_main_process:
+            self._check_lock()
             self.write_status(running=True)
             with suppress(OSError):  # the lines are written with later ones
                 self.log.flush()
             state = asdict(TrainerFile(**counters, run=self.identity, items=self.length))
             documents: dict[str, object] = {CONFIG_FILE: self.document, STATE_FILE: state}
             documents[OUTPUTS_FILE] = self.log.keep_manifest()
-            if folder.lock_of(self.config.output_dir) != self._lock:
-                self._lock_again()
             if self.flow_description is not None:
                 documents[FLOW_FILE] = self.flow_description
             place, keep, total_steps = self.config.checkpoints, self.config.keep_checkpoints, self.progress()[1]
@@ -223,13 +224,16 @@ class Run:
             self.saver.save(step, tensors, write)
         return self.config.checkpoints / checkpoint.step_name(step)
 
-    def _lock_again(self) -> None:
+    def _check_lock(self) -> None:
         """Keep other runs out of a folder that replaces one that was moved or deleted.
 
         Raises:
             BusyError: if another run has locked the new folder.
         """
         place = self.config.output_dir
+        with suppress(OSError):  # tried again with the next checkpoint
+            if folder.lock_of(place) == self._lock:
+                return
         self.print(
             f"warning: {place} was moved or deleted during training; the run continues in a new folder of that name"
         )

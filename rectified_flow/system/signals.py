@@ -49,9 +49,10 @@ def _find_launcher() -> int | None:
     parent = os.getppid()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return parent
-    with suppress(OSError):  # a single process of accelerate launch, on Linux
-        words = Path(f"/proc/{parent}/cmdline").read_bytes().split(b"\0")
-        if any(os.path.basename(word) in LAUNCHERS for word in words):
+    with suppress(OSError, IndexError):  # a single process of accelerate launch, on Linux
+        program, *words = Path(f"/proc/{parent}/cmdline").read_bytes().split(b"\0")
+        script = words[1] if words[:1] == [b"-m"] else words[0]
+        if not LAUNCHERS.isdisjoint(map(os.path.basename, (program, script))):
             return parent
     return None
 

@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, is_initialized
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
 from torch import nn
+from torch.utils._pytree import tree_map
 from torch.utils.data import Dataset
 
 from rectified_flow import distributed
@@ -100,7 +101,7 @@ class Trainer:
         was_training = flow.training
         item = Batches(dataset).__getitems__([0])
         check_values(getattr(flow, "conditions", {}), item)
-        item = {name: torch.cat((each, each)) if torch.is_tensor(each) else 2 * each for name, each in item.items()}
+        item = {name: 2 * each if _is_texts(each) else tree_map(_twice, each) for name, each in item.items()}
         with torch.no_grad(), self.accelerator.autocast():
             flow.eval()(**moved(item, self.device))
         flow.train(was_training)
@@ -433,3 +434,11 @@ def build_accelerator(config: TrainingConfig) -> Accelerator:
         ),
         kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
     )
+
+
+def _is_texts(values: object) -> bool:
+    return isinstance(values, list) and all(isinstance(each, str) for each in values)
+
+
+def _twice(value: object) -> object:
+    return torch.cat((value, value)) if isinstance(value, torch.Tensor) else value

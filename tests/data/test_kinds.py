@@ -40,10 +40,14 @@ KINDS = {
     "masks in two formats": ("1.jpg|1_mask.png|1_mask.jpg", "1.jpg", ["left out 2 masks beside"]),
     "labels of ADE20K and of ISIC": ("1.jpg|1_parts_1.png|1_superpixels.png", "1.jpg", ["left out 2 masks beside"]),
     "maps of a rendering": ("r_0.png|r_0_depth_0001.png|r_0_normal_0001.png", "r_0.png", ["left out 2 maps of depth"]),
-    "thumbnails of Telegram": ("s.webp|s.webp_thumb.jpg|p.jpg|p_thumb.jpg", "p.jpg|s.webp", ["left out 2 files of"]),
+    "thumbnails of Telegram": ("s.webp|s.webp_thumb.jpg|p.jpg|p_thumb.jpg", "p.jpg|s.webp", ["left out 2 copies of"]),
     "maps of depth": ("1.png|1_depth.png", "1.png", ["left out 1 maps of depth or of normals beside their pictures"]),
-    "copies of another size": ("1.jpg|1-300x200.jpg|1@2x.jpg|1_thumb.jpg", "1.jpg", ["left out 3 files of other"]),
-    "sizes of an icon": ("i.png|i@2x.png~2|i@3x.png~3", "i.png", ["left out 2 files of other sizes"]),
+    "copies of another size": ("1.jpg|1-300x200.jpg|1@2x.jpg|1_thumb.jpg", "1.jpg", ["left out 3 copies of another"]),
+    "sizes of an icon": (
+        "i.png|i@2x.png~2|i@3x.png~3",
+        "i.png",
+        ["left out 2 copies of another size", "i@2x.png is larger than i.png, which is read: move such smaller"],
+    ),
     "coloured maps": ("1.jpg~J|1_normal.jpg~J|1_seg.jpg~J", "1.jpg", ["left out 1 maps", "left out 1 masks"]),
     "parts of a photograph": (
         "c.jpg~J|c_part_1.jpg~J",
@@ -233,13 +237,8 @@ def test_pictures_that_are_not_downloaded_are_said(tmp_path: Path) -> None:
     assert hidden.startswith("left out 1 hidden files")
 
 
-def test_the_largest_size_is_read_by_the_name_of_the_picture(tmp_path: Path) -> None:
-    save(tmp_path, "i.png|i@2x.png~2|i@3x.png~3")
-    folder = FileFolder(tmp_path)
-    assert folder.load(0)[0].size == (24, 24)
-    assert folder.name_of(0) == "i.png"
-
-
 def test_what_belongs_to_an_excluded_picture_is_left_out_with_it(tmp_path: Path) -> None:
     save(tmp_path, "0.png=7|0_mask.png|0_thumb.png|0 (1).png=7|1.png|masks/1.png")
     assert [file.name for file in FileFolder(tmp_path, exclude=["0.png", "masks"]).files] == ["1.png"]
+    with pytest.raises(UsageError, match="`exclude` lists all pictures of"):
+        FileFolder(tmp_path, exclude=["0.png", "1.png", "masks"])

@@ -189,6 +189,10 @@ FILES: dict[str, tuple[dict[str, str | bytes], str]] = {
         {"metadata.csv": "#size,file_name\n3,00.png\n4,01.png"},
         "size: Number 3 4 nan",
     ),
+    "a remark in front of the titles": (
+        {"metadata.csv": "# by a program\n" + GERMAN},
+        "size: Number 3.5 0.25 10",
+    ),
     "names before colons": (
         {"captions.txt": "\n".join(f"{i:02}.png: at {i % 2}:00" for i in range(COUNT))},
         "text: Labels 0 1 0",

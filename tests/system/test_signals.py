@@ -97,11 +97,11 @@ def test_the_end_of_the_launcher_is_a_request(monkeypatch: pytest.MonkeyPatch) -
         assert stop_requested() == "launcher exited"
 
 
-def test_the_end_of_accelerate_launch_is_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_accelerate_launch_is_a_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its launcher of a single process is known by its command line only."""
-    waits = "import sys; sys.stdin.read()"
-    for name, request in {"accelerate": "launcher exited", "shell": None}.items():
-        parent = subprocess.Popen([sys.executable, "-c", waits, f"/usr/bin/{name}"], stdin=subprocess.PIPE)
+    for name, request in {"accelerate": "launcher exited", "script": None}.items():
+        (tmp_path / name).write_text("import sys; sys.stdin.read()")
+        parent = subprocess.Popen([sys.executable, tmp_path / name, "accelerate"], stdin=subprocess.PIPE)
         with monkeypatch.context() as patched, parent:
             patched.setattr(os, "getppid", lambda pid=parent.pid: pid)
             with stop_on_signals():

@@ -17,12 +17,14 @@ from rectified_flow.data.sources.kinds import (
     COMPANIONS,
     OTHER_FORMATS,
     PICTURES,
+    Companion,
     companions,
-    largest_of,
+    is_larger,
     without_repeats,
 )
 from rectified_flow.data.sources.listing import Listing, files_fingerprint, list_folder
 from rectified_flow.data.sources.name_notes import notes_on_names
+from rectified_flow.data.stream import spread
 from rectified_flow.data.tables import TABLE_SUFFIXES, read_metadata
 from rectified_flow.errors import UsageError
 from rectified_flow.system.files import printable
@@ -36,6 +38,7 @@ SPLITS = {
 """Words in the names of subfolders for the splits of a dataset."""
 UNREMARKABLE = {*TABLE_SUFFIXES, ".db", ".ini", ".md", ".htm", ".html", ".log", ".lock"}
 """Suffixes of files beside pictures that are read, or that a person does not take for pictures."""
+MEASURED_SIZES = 8  # number of copies of another size that are compared with their pictures
 SHOWN_SUFFIXES = 4  # number of unknown suffixes in a note, the most frequent first
 
 
@@ -82,8 +85,9 @@ class FileFolder(ImageSource):
             first = [f"{printable(file)} is {what}" for file in everything[:1] if (what := content_of(file))]
             nothing = f"the folder {path} holds no {self.kind} ({', '.join(sorted(self.suffixes))})"
             raise UsageError("; ".join((nothing, *self.notes, *first)))
-        self._largest = dict[Path, Path]()
         found = self._without_companions(found)
+        if not found:
+            raise UsageError(f"`exclude` lists all {self.kind} of {self.name}: list fewer {self.kind}")
         root, files = narrow(path, found, split)
         self.files = sorted(files)
         self._note_rest(root, sorted({*found} - {*files}))
@@ -93,7 +97,7 @@ class FileFolder(ImageSource):
         self._texts = [file for file in everything if file.suffix.lower() in TABLE_SUFFIXES]
         if any(_split_of(part) == split for part in root.relative_to(path).parts):
             self._texts = [file for file in self._texts if self._may_describe(file, split)]
-        self.fingerprint = files_fingerprint(path, [*self.files, *self._largest.values()])
+        self.fingerprint = files_fingerprint(path, self.files)
         self.class_names, self._labels = self._find_classes(root)
         self.notes += notes_on_names([*map(self.name_of, range(len(self)))], self.kind)
 
@@ -104,26 +108,24 @@ class FileFolder(ImageSource):
         return not named or split in named
 
     def _without_companions(self, files: list[Path]) -> list[Path]:
-        """Return the files that are read, without those that belong to another, with a note on each kind of these.
-
-        If a picture exists in several sizes, the largest file is read under the name of the picture.
-        """
+        """Return the files that are read, without those that belong to another, with a note on each kind of these."""
         left_out, alike = defaultdict[str, list[Path]](list), list[Path]()
-        scaled = defaultdict[Path, list[Path]](list)
+        scaled = list[Companion]()
         kept = {file for file in files if self._name(file) not in self.excluded}
         for companion in companions(files):
             if companion.file not in kept:
                 continue
             if companion.is_left_out:
                 left_out[companion.kind.noun].append(companion.file)
-                scaled[companion.picture] += [companion.file] * companion.kind.is_scaled
+                scaled += [companion] * companion.kind.is_scaled
             else:
                 alike.append(companion.file)
-        for picture, others in scaled.items():
-            if others and (largest := largest_of([picture, *others])) != picture:
-                self._largest[picture] = largest
         for noun, some in left_out.items():
             self._note(f"{noun} beside their {self.kind}", some)
+        some_scaled = [scaled[number] for number in spread(range(len(scaled)), MEASURED_SIZES)]
+        for copy in [copy for copy in some_scaled if is_larger(copy.file, copy.picture)][:1]:
+            larger, read = map(self._name, (copy.file, copy.picture))
+            self.notes.append(f"{larger} is larger than {read}, which is read: move such smaller files away")
         for each in alike[:1]:
             found = f"read {len(alike)} {self.kind} with the names of copies and other contents"
             self.notes.append(f"{found}, such as {printable(each.relative_to(self.path))}: `exclude` leaves files out")
@@ -171,8 +173,7 @@ class FileFolder(ImageSource):
 
     @override
     def load(self, index: int) -> tuple[Any, int]:
-        file = self.files[index]
-        return self.read(self._largest.get(file, file)), self._labels[index]
+        return self.read(self.files[index]), self._labels[index]
 
     @override
     def place_of(self, index: int) -> str:

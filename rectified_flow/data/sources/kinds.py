@@ -80,12 +80,11 @@ class Beside(NamedTuple):
     is_copy: bool = False
     """Whether the file may be another picture: it is left out only if its contents are equal."""
     is_scaled: bool = False
-    """Whether the file shows the picture in another size: the largest is read."""
+    """Whether the file shows the picture in another size."""
     is_part: bool = False
     """Whether photographs may have such names, too: JPEG files are read."""
 
 
-SIZES = "files of other sizes (the largest is read under the name of its picture)"
 BESIDE = (
     Beside(r"[-_. ](?:masklabel|condlabel|masks?|seg|segmentation|labels?|gt|matte|trimap)(?:_\d+)?$", "masks"),
     Beside(r"[-_.](?:depth|normals?|disparity)(?:_\d+)?$", "maps of depth or of normals"),
@@ -93,7 +92,7 @@ BESIDE = (
     Beside(r"[-_]parts?_\d+$", "masks", is_part=True),
     Beside(
         r"(?:\.\w{3,4})?[-_.](?:thumb|thumbnail|preview|small|tn)$|-\d+x\d+$|@[23]x$",
-        SIZES,
+        "copies of another size",
         is_scaled=True,
     ),
     Beside(r"[-_ ](?:edited|bearbeitet|modifi\u00e9|editado|modificato|bewerkt)(?:\(\d+\))?$", "edited copies", True),
@@ -126,13 +125,11 @@ class Companion(NamedTuple):
             return False
 
 
-def largest_of(files: Sequence[Path]) -> Path:
-    """Return the largest of some pictures, the first if several are."""
-    areas = dict[Path, int]()
-    for file in files:
-        with suppress(Exception):  # a broken picture is reported when it is decoded
-            areas[file] = prod(open_picture(file).size)
-    return max(areas, key=areas.__getitem__, default=files[0])
+def is_larger(file: Path, other: Path) -> bool:
+    """Return whether a picture has more pixels than another one."""
+    with suppress(Exception):  # a broken picture is reported when it is decoded
+        return prod(open_picture(file).size) > prod(open_picture(other).size)
+    return False
 
 
 def companions(files: Sequence[Path]) -> Iterator[Companion]:
