@@ -44,7 +44,7 @@ def test_half_of_the_images_are_mirrored() -> None:
 
 @pytest.mark.parametrize("shape", [(2, 3), (2, 4, 4), (2, 4, 2, 3, 8)])
 def test_data_that_are_not_pictures_are_refused(shape: tuple[int, ...]) -> None:
-    sentence = f"is for pictures [b, c, h, w], and the data are {list(shape)}: pass items [c, h, w], or a `space` of"
+    sentence = f"and the data have the shape {list(shape)}: pass items [c, h, w], or a `space` of"
     with pytest.raises(UsageError, match=re.escape(sentence)):
         Pixels(horizontal_flip=True).augment(torch.zeros(shape))
 
