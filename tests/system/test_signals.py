@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -97,11 +98,16 @@ def test_the_end_of_the_launcher_is_a_request(monkeypatch: pytest.MonkeyPatch) -
         assert stop_requested() == "launcher exited"
 
 
+def names_accelerate(process: int) -> bool:
+    return b"accelerate" in Path(f"/proc/{process}/cmdline").read_bytes()
+
+
 def test_the_end_of_accelerate_launch_is_a_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its launcher of a single process is known by its command line only."""
     for name, request in {"accelerate": "launcher exited", "script": None}.items():
         (tmp_path / name).write_text("import sys; sys.stdin.read()")
         parent = subprocess.Popen([sys.executable, tmp_path / name, "accelerate"], stdin=subprocess.PIPE)
+        wait_for("its command line, which is empty for a moment", partial(names_accelerate, parent.pid))
         with monkeypatch.context() as patched, parent:
             patched.setattr(os, "getppid", lambda pid=parent.pid: pid)
             with stop_on_signals():
