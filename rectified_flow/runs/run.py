@@ -231,9 +231,11 @@ class Run:
             BusyError: if another run has locked the new folder.
         """
         place = self.config.output_dir
-        with suppress(OSError):  # tried again with the next checkpoint
+        try:
             if folder.lock_of(place) == self._lock:
                 return
+        except OSError:  # a network disk that does not answer; the next checkpoint checks again
+            return
         self.print(
             f"warning: {place} was moved or deleted during training; the run continues in a new folder of that name"
         )

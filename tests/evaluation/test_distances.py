@@ -137,7 +137,7 @@ def test_nearest_neighbours() -> None:
 
 
 def test_an_evaluator_knows_the_scores_of_the_package() -> None:
-    """In a process of its own, since other tests import the module of the scores."""
+    """Run a process of its own, since other tests import the module of the scores."""
     code = """
         from rectified_flow import Evaluator
         print(Evaluator([0], "inception", num_samples=1, metrics=["likelihood", "agreement"]).scores)

@@ -5,9 +5,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from errno import ESTALE
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from rectified_flow.evaluation import evaluator
 from rectified_flow.evaluation.evaluator import Evaluator
 from rectified_flow.evaluation.features import average_colours
 from rectified_flow.runs import checkpoint
+from rectified_flow.runs import folder as run_folder
 from rectified_flow.runs.training_config import TrainingConfig
 from rectified_flow.system.artifact import OUTPUTS_MANIFEST, claimed_names
 from rectified_flow.system.signals import Interrupted
@@ -195,6 +198,21 @@ def test_a_run_whose_folder_is_moved_while_it_trains_keeps_others_out(tmp_path: 
     config = tiny_config(tmp_path / "run", train_num_steps=4, save_every=2, sample_every=2, num_samples=1)
     assert run_on_ranks(1, train_in_a_moved_folder, config, tiny_dataset(tmp_path)) == [(4, False)]
     assert (tmp_path / "run/config.json").exists()
+
+
+def train_beside_a_slow_disk(config: TrainingConfig, dataset: ImageDataset) -> int:
+    """Train while the file of the lock cannot be examined."""
+
+    class Disk(Callback):
+        def on_step(self, trainer: Trainer) -> None:
+            patch.object(run_folder, "lock_of", side_effect=OSError(ESTALE, "stale file handle")).start()
+
+    return int(train(config, dataset, callbacks=[Disk()])["step"])
+
+
+def test_a_disk_that_does_not_answer_ends_no_run(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path / "run", train_num_steps=4, save_every=2, sample_every=2, num_samples=1)
+    assert run_on_ranks(1, train_beside_a_slow_disk, config, tiny_dataset(tmp_path)) == [4]
 
 
 def test_a_full_disk_does_not_stop_the_run(tmp_path: Path) -> None:

@@ -43,9 +43,8 @@ PICTURES = {
 CLOUD = ".icloud"
 """Suffix of the hidden file in place of one that is not downloaded from iCloud."""
 DOUBTFUL_FOLDERS = {
-    **{
-        name: noun for name, noun in COMPANIONS.items() if name != "control"
-    },  # often a class, such as the control group of a trial
+    # "control" is often a class, such as the control group of a trial.
+    **{name: noun for name, noun in COMPANIONS.items() if name != "control"},
     **dict.fromkeys(("originals", "original", "unedited", "masters"), "originals of edited pictures"),
     **dict.fromkeys(("rejected", "rejects", "reject", "deleted", "trash", "discarded", "removed"), "rejected pictures"),
     **dict.fromkeys(("bad", "blurry", "duplicates", "dupes", "unsorted", "todo"), "rejected pictures"),
